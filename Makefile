@@ -1,0 +1,27 @@
+# Two commands do all the set-up: `make demo` and `make test`. Both build the environment in VENV when it is not there.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check clean
+
+demo: $(READY)
+	$(BIN)/bitgraft demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -n 2
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e ".[demo,test,check]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,64 @@
+"""bitgraft: new tasks for one pretrained network, about one bit per weight each, with no forgetting.
+
+Names load when they are first used, so that `import bitgraft` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bitgraft.anatomy import Anatomy, read_anatomy
+    from bitgraft.archive import Archive, read_archive
+    from bitgraft.backbones import resnet26, wide_resnet
+    from bitgraft.errors import ArchiveError, BackboneError, BitgraftError, TaskError
+    from bitgraft.methods.registry import Method, method_names, register_method
+    from bitgraft.network import Network
+    from bitgraft.task import Task
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Anatomy": "bitgraft.anatomy",
+    "Archive": "bitgraft.archive",
+    "ArchiveError": "bitgraft.errors",
+    "BackboneError": "bitgraft.errors",
+    "BitgraftError": "bitgraft.errors",
+    "Method": "bitgraft.methods.registry",
+    "Network": "bitgraft.network",
+    "Task": "bitgraft.task",
+    "TaskError": "bitgraft.errors",
+    "method_names": "bitgraft.methods.registry",
+    "read_anatomy": "bitgraft.anatomy",
+    "read_archive": "bitgraft.archive",
+    "register_method": "bitgraft.methods.registry",
+    "resnet26": "bitgraft.backbones",
+    "wide_resnet": "bitgraft.backbones",
+}
+
+__all__ = [
+    "Anatomy",
+    "Archive",
+    "ArchiveError",
+    "BackboneError",
+    "BitgraftError",
+    "Method",
+    "Network",
+    "Task",
+    "TaskError",
+    "method_names",
+    "read_anatomy",
+    "read_archive",
+    "register_method",
+    "resnet26",
+    "wide_resnet",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'bitgraft' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,258 @@
+"""Reads a backbone: the weights that a task transforms, its norm layers, its head, and which layer feeds a norm.
+
+There is no list of supported models. Types say what a layer is; one forward pass of a private copy says in what
+order layers run, whose output goes straight into a norm, and whose output is the network's own. Whatever is read
+can be overridden with the patterns of `fnmatch` (`"layer4.*"`).
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from bitgraft.errors import BackboneError
+from bitgraft.layers import is_conv, is_norm, is_transposed, undoes_scale, weight_attributes
+from bitgraft.tracing import Trace, trace
+from bitgraft.transforms import Weight
+
+Patterns = str | Sequence[str]
+AUTO = "auto"
+
+
+@dataclass
+class Anatomy:
+    """What `read_anatomy` found. `weights` are in the order in which data reaches them."""
+
+    backbone: nn.Module = field(repr=False)
+    weights: dict[str, Weight]
+    norms: dict[str, tuple[str, ...]]
+    """Each norm layer with the names of its tensors, statistics included."""
+    head: str | None
+    """The layer whose output is the network's output; None for a backbone that gives features."""
+    head_known: bool
+    """False where no such layer was found and the user has not said either."""
+    features: int | None
+    """What the head takes in; for a backbone without a head, what it gives out."""
+    places: dict[str, list[tuple[str, str]]] = field(repr=False)
+    """Each tensor's name -> the (module, attribute) places that hold it; several where weights are tied."""
+    outside: tuple[str, ...] = ()
+    """Parameters that tasks share untouched: biases, embeddings, scales."""
+
+    def tensor(self, name: str) -> Tensor:
+        """The backbone's tensor of that name, as it is now."""
+        module, attribute = self.places[name][0]
+        owner = self.backbone.get_submodule(module)
+        tensor = owner._parameters.get(attribute)
+        return tensor if tensor is not None else owner._buffers[attribute]  # type: ignore[return-value]
+
+    def head_names(self) -> list[str]:
+        """The names of the head's tensors."""
+        return [] if self.head is None else self.under(self.head)
+
+    def under(self, module: str) -> list[str]:
+        """The names of all tensors of one layer and below it."""
+        return [name for name in self.places if name.startswith(f"{module}.")]
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the names, shapes and float32 values of everything but the head, which a task replaces."""
+        head, digest = set(self.head_names()), hashlib.sha256()
+        for name in sorted(_persistent(self.backbone, self.places)):
+            tensor = self.tensor(name)
+            if name in head or name.endswith("num_batches_tracked"):
+                continue
+            if tensor.is_meta:
+                raise BackboneError(
+                    f"{name!r} has a shape but no values (meta device): load weights before saving tasks"
+                )
+            value = tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else None).contiguous()
+            digest.update(f"{name}{tuple(value.shape)}".encode())
+            digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+
+def read_anatomy(
+    backbone: nn.Module,
+    *,
+    example: Tensor | Sequence[int] | None = None,
+    transform: Patterns = AUTO,
+    skip: Patterns = (),
+    norms: Patterns = AUTO,
+    head: str | None = AUTO,
+    scale_free: Patterns = AUTO,
+) -> Anatomy:
+    """Read a backbone.
+
+    Args:
+        example: a batch to run (or its shape) where the backbone does not say what it takes.
+        transform: patterns of the weights that tasks transform; by default those of every convolution, linear layer
+            and fused attention projection but the head.
+        skip: patterns of weights to leave out of those.
+        norms: patterns of the norm layers that a task gets its own copy of; by default all.
+        head: the name of the layer that a task replaces, or None for a backbone that gives features.
+        scale_free: patterns of the weights whose k0 stays 1; by default those that feed a norm which undoes their scale.
+    """
+    _refuse_wrappers(backbone)
+    places = _places(backbone)
+    seen = trace(backbone, example)
+    head, head_known = _find_head(backbone, seen) if head == AUTO else (head, True)
+    if head is not None and not any(name.startswith(f"{head}.") for name in places):
+        raise BackboneError(f"the backbone has no layer {head!r} with weights to be its head; {_heads_hint(backbone)}")
+    found = {w.name: w for w in _weights(backbone, places, seen) if head is None or not w.name.startswith(f"{head}.")}
+    if transform != AUTO:
+        extra = {n: _describe(backbone, n, seen) for n in _match(transform, _matrices(backbone, places), "transform")}
+        found = {n: found.get(n, w) for n, w in extra.items()}
+    skipped = set(_match(skip, found, "skip"))
+    weights = {n: w for n, w in found.items() if n not in skipped}
+    if scale_free != AUTO:
+        fixed = set(_match(scale_free, weights, "scale_free"))
+        weights = {n: replace(w, scale_free=n in fixed) for n, w in weights.items()}
+    layers = {name: names for name, names in _norms(backbone, places).items()}
+    kept = _match(norms, layers, "norms") if norms != AUTO else list(layers)
+    anatomy = Anatomy(
+        backbone=backbone,
+        weights=weights,
+        norms={name: layers[name] for name in kept},
+        head=head,
+        head_known=head_known,
+        features=_features(backbone, head, seen),
+        places=places,
+    )
+    owned = {n for names in anatomy.norms.values() for n in names} | set(anatomy.head_names())
+    parameters = {name for name, _ in backbone.named_parameters()}
+    anatomy.outside = tuple(n for n in places if n in parameters and n not in owned and n not in weights)
+    return anatomy
+
+
+def describe(anatomy: Anatomy, name: str) -> Weight:
+    """The weight of that name, also when it is not among those transformed by default (a task file may have it)."""
+    return anatomy.weights.get(name) or _describe(anatomy.backbone, name, None)
+
+
+def _refuse_wrappers(backbone: nn.Module) -> None:
+    if isinstance(backbone, torch.jit.ScriptModule):
+        raise BackboneError(
+            "the backbone is a TorchScript module, whose weights cannot be replaced: pass the Python module"
+        )
+    if hasattr(backbone, "_orig_mod"):
+        raise BackboneError("the backbone is already compiled: pass the plain module and compile the Network instead")
+    if isinstance(backbone, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise BackboneError("the backbone is wrapped for parallel training: pass `backbone.module`")
+    for name, module in backbone.named_modules():
+        if hasattr(module, "parametrizations"):
+            raise BackboneError(
+                f"{name!r} computes its weight with a parametrization: "
+                "call torch.nn.utils.parametrize.remove_parametrizations on it first"
+            )
+    for name, tensor in backbone.named_parameters():
+        if isinstance(tensor, nn.parameter.UninitializedParameter):
+            raise BackboneError(f"{name!r} is lazy and has no shape yet: run the backbone once on a batch first")
+
+
+def _places(backbone: nn.Module) -> dict[str, list[tuple[str, str]]]:
+    """Every tensor under its first name, with all places that hold it."""
+    first: dict[int, str] = {}
+    places: dict[str, list[tuple[str, str]]] = {}
+    for path, module in backbone.named_modules(remove_duplicate=False):
+        for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                name = first.setdefault(id(tensor), _join(path, attribute))
+                places.setdefault(name, []).append((path, attribute))
+    return places
+
+
+def _persistent(backbone: nn.Module, places: Iterable[str]) -> list[str]:
+    transient = {
+        _join(path, name) for path, module in backbone.named_modules() for name in module._non_persistent_buffers_set
+    }
+    return [name for name in places if name not in transient]
+
+
+def _weights(backbone: nn.Module, places: dict[str, list[tuple[str, str]]], seen: Trace) -> Iterator[Weight]:
+    """Weights of convolutions, linear layers and attention, in the order in which they run."""
+    owners = ((path, a) for path, module in backbone.named_modules() for a in weight_attributes(module))
+    names = [name for path, attribute in owners if (name := _join(path, attribute)) in places]
+    order, last = {}, -1
+    for index, name in enumerate(names):  # a layer that was never called itself stands behind its neighbour
+        last = seen.order.get(_parent(name), last)
+        order[name] = (last, index)
+    for name in sorted(names, key=order.__getitem__):
+        yield _describe(backbone, name, seen)
+
+
+def _matrices(backbone: nn.Module, places: Iterable[str]) -> list[str]:
+    parameters = dict(backbone.named_parameters())
+    return [name for name in places if name in parameters and parameters[name].dim() >= 2]
+
+
+def _describe(backbone: nn.Module, name: str, seen: Trace | None) -> Weight:
+    module = backbone.get_submodule(_parent(name))
+    tensor = backbone.get_parameter(name)
+    if not tensor.is_floating_point():
+        raise BackboneError(
+            f"{name!r} is of type {tensor.dtype}, not floating point: pass the backbone before quantisation"
+        )
+    feeds = seen.feeds.get(_parent(name)) if seen else None
+    return Weight(
+        name=name,
+        shape=tensor.shape,
+        kind="conv" if is_conv(module) else "transposed" if is_transposed(module) else "linear",
+        groups=getattr(module, "groups", 1),
+        feeds=feeds,
+        scale_free=feeds is not None and undoes_scale(module, backbone.get_submodule(feeds)),
+    )
+
+
+def _norms(backbone: nn.Module, places: dict[str, list[tuple[str, str]]]) -> dict[str, tuple[str, ...]]:
+    found = {}
+    for path, module in backbone.named_modules():
+        if path and is_norm(module):
+            names = [f"{path}.{attribute}" for attribute in [*module._parameters, *module._buffers]]
+            if owned := tuple(name for name in names if name in places):
+                found[path] = owned
+    return found
+
+
+def _find_head(backbone: nn.Module, seen: Trace) -> tuple[str | None, bool]:
+    if seen.last is not None:
+        return seen.last, True
+    return None, getattr(backbone, "num_classes", None) == 0  # how timm marks a backbone that gives features
+
+
+def _features(backbone: nn.Module, head: str | None, seen: Trace) -> int | None:
+    if head is None:
+        return seen.width
+    weight = getattr(backbone.get_submodule(head), "weight", None)
+    return int(weight.shape[1]) if weight is not None and weight.dim() >= 2 else None
+
+
+def _heads_hint(backbone: nn.Module) -> str:
+    linear = [name for name, module in backbone.named_modules() if isinstance(module, nn.Linear)]
+    last = ", ".join(repr(name) for name in linear[-3:])
+    return f"its last linear layers are {last}" if last else "it has no linear layer"
+
+
+def unknown_head(backbone: nn.Module) -> BackboneError:
+    return BackboneError(
+        f"cannot tell which layer of {type(backbone).__name__} is its classifier ({_heads_hint(backbone)}): "
+        "pass its name, Network(backbone, head=...), or head=None if the backbone gives features"
+    )
+
+
+def _match(patterns: Patterns, names: Iterable[str], what: str) -> list[str]:
+    wanted = [patterns] if isinstance(patterns, str) else list(patterns)
+    names = list(names)
+    for pattern in wanted:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise BackboneError(f"{what}={pattern!r} matches nothing in the backbone; names look like {names[:3]}")
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in wanted)]
+
+
+def _join(path: str, attribute: str) -> str:
+    return f"{path}.{attribute}" if path else attribute
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]

@@ -1,0 +1,65 @@
+"""Everything that bitgraft raises on purpose, one tree:
+
+    BitgraftError
+    ├── BackboneError          the backbone cannot be read, or is not what a call needs
+    ├── TaskError              a task's name, classes, head or options do not fit
+    │   ├── UnknownTaskError   no task of that name
+    │   └── NoFreeWeightsError PackNet has no weights left for a further task
+    └── ArchiveError           a task file is refused
+        ├── CorruptError       truncated, changed, or not a task file at all
+        ├── NewerFormatError   written by a later bitgraft
+        ├── WrongBackboneError belongs to another backbone
+        ├── UnsafeNameError    a task name that is no plain file name
+        ├── ClassesError       the class list does not fit the head
+        └── MissingTaskError   leans on a task that is not here
+
+Every message says what is wrong, where, and what to do.
+"""
+
+
+class BitgraftError(Exception):
+    """The root: `except BitgraftError` catches whatever a user can mend."""
+
+
+class BackboneError(BitgraftError, ValueError):
+    pass
+
+
+class TaskError(BitgraftError, ValueError):
+    pass
+
+
+class UnknownTaskError(TaskError, KeyError):
+    __str__ = Exception.__str__  # KeyError would show the message in quotes
+
+
+class NoFreeWeightsError(TaskError):
+    pass
+
+
+class ArchiveError(BitgraftError, ValueError):
+    pass
+
+
+class CorruptError(ArchiveError):
+    pass
+
+
+class NewerFormatError(ArchiveError):
+    pass
+
+
+class WrongBackboneError(ArchiveError):
+    pass
+
+
+class UnsafeNameError(ArchiveError, TaskError):
+    pass
+
+
+class ClassesError(ArchiveError, TaskError):
+    pass
+
+
+class MissingTaskError(ArchiveError):
+    pass

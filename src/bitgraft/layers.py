@@ -1,0 +1,52 @@
+"""What kind of layer a module is."""
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+def is_transposed(module: nn.Module) -> bool:
+    return isinstance(module, _ConvTransposeNd)
+
+
+def is_conv(module: nn.Module) -> bool:
+    return isinstance(module, _ConvNd) and not is_transposed(module)
+
+
+def is_weighted(module: nn.Module) -> bool:
+    return isinstance(module, _ConvNd | nn.Linear)
+
+
+def is_classifier(module: nn.Module) -> bool:
+    """A layer that can be a head: linear, or a convolution of size one."""
+    return isinstance(module, nn.Linear) or (is_conv(module) and all(s == 1 for s in module.kernel_size))  # type: ignore[union-attr]
+
+
+def dimensions(conv: _ConvNd) -> int:
+    return len(conv.kernel_size)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """A norm layer by type, or one that is called so and holds vectors only (timm and transformers have their own)."""
+    if isinstance(module, _BatchNorm | _InstanceNorm | nn.LayerNorm | nn.GroupNorm):
+        return True
+    own = [t for t in [*module._parameters.values(), *module._buffers.values()] if t is not None]
+    named = "norm" in type(module).__name__.lower()
+    return named and bool(own) and all(t.squeeze().dim() <= 1 for t in own)
+
+
+def undoes_scale(layer: nn.Module, norm: nn.Module) -> bool:
+    """Batch and instance norm take away a layer's bias as well; the others undo a scale only where there is none."""
+    return isinstance(norm, _BatchNorm | _InstanceNorm) or getattr(layer, "bias", None) is None
+
+
+def weight_attributes(module: nn.Module) -> list[str]:
+    """The attributes of a layer that hold weights to transform."""
+    if is_weighted(module):
+        return ["weight"]
+    if isinstance(module, nn.MultiheadAttention):
+        return [name for name in ATTENTION_WEIGHTS if getattr(module, name) is not None]
+    return []

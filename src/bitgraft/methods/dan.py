@@ -1,0 +1,37 @@
+"""Deep adaptation networks (Rosenfeld and Tsotsos): a task recombines each layer's filters."""
+
+import torch
+from torch import Tensor, nn
+
+from bitgraft.methods.registry import Method, Options, register_method
+from bitgraft.transforms import Transform, Weight
+
+
+class Recombined(Transform):
+    """W~ = P · W, with W's filters as rows and P square, starting as the identity."""
+
+    def __init__(self, weight: Weight, device: torch.device) -> None:
+        super().__init__()
+        self.weight = weight
+        self.p = nn.Parameter(torch.eye(weight.outputs, device=device))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        mixed = self.p @ self.weight.filters(weight).to(self.p.dtype)
+        return self.weight.from_filters(mixed).to(weight.dtype)
+
+
+def recombined(
+    weight: Weight, tensor: Tensor, options: Options, rng: torch.Generator | None, before: Transform | None
+) -> Recombined:
+    return Recombined(weight, tensor.device)
+
+
+DAN = register_method(
+    Method(
+        name="dan",
+        summary="each layer's filters recombined linearly; own norm layers",
+        equation="W~ = P · W",
+        options=Options(),
+        build=recombined,
+    )
+)

@@ -1,0 +1,146 @@
+"""The one registry of methods, and how a method becomes a task."""
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bitgraft.anatomy import Anatomy
+from bitgraft.errors import TaskError
+from bitgraft.transforms import Transform, Weight
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every method takes."""
+
+    norms: bool = True
+    """The task gets norm layers of its own; otherwise they stay the backbone's, in evaluation mode."""
+    own: tuple[str, ...] = ()
+    """Patterns of further tensors to own outright, for example ("*.bias",)."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One stretch of a method's training: prune first, then train; epochs and rate None means what the protocol says."""
+
+    epochs: int | None = None
+    rate: float | None = None
+    drop_after: int | None = None
+    """The rate is divided by ten after this many epochs."""
+    prune: float | None = None
+
+
+Build = Callable[[Weight, Tensor, Any, torch.Generator | None, Transform | None], Transform | None]
+"""(weight, its tensor, options, randomness or None to leave values unset, the transform that an earlier task has for
+it) -> a transform, or None where the method leaves that weight alone."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A named recipe: which transform a weight gets, what a task owns outright, in which phases it is trained."""
+
+    name: str
+    summary: str
+    equation: str
+    options: Options
+    build: Build | None = None
+    owns_everything: bool = False
+    leans: bool = False
+    """Each task stands on the one before it (PackNet)."""
+    phases: tuple[Phase, ...] = (Phase(),)
+    check: Callable[[Mapping[str, Transform]], None] | None = None
+    """Refuses a set of transforms with which nothing could be learned."""
+
+    def with_options(self, given: Mapping[str, Any]) -> Options:
+        """The method's options with the user's in place of its own."""
+        known = {f.name for f in fields(self.options)}
+        for name in given:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(known))}"
+                raise TaskError(f"method {self.name!r} has no option {name!r}; {hint}")
+        changes: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+        return replace(self.options, **changes)
+
+
+_METHODS: dict[str, Method] = {}
+
+
+def register_method(method: Method) -> Method:
+    """Make a method known by its name."""
+    _METHODS[method.name] = method
+    return method
+
+
+def get(name: str) -> Method:
+    if name not in _METHODS:
+        close = difflib.get_close_matches(str(name), _METHODS, 1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise TaskError(f"there is no method {name!r}; {hint}known are {', '.join(_METHODS)}")
+    return _METHODS[name]
+
+
+def method_names() -> list[str]:
+    return list(_METHODS)
+
+
+def transforms(
+    method: Method, anatomy: Anatomy, options: Options, rng: torch.Generator, before: Mapping[str, Transform]
+) -> dict[str, Transform]:
+    """A new task's transforms, one for each weight that the method takes."""
+    if method.build is None:
+        return {}
+    built = {}
+    for name, weight in anatomy.weights.items():
+        transform = method.build(weight, anatomy.tensor(name).detach(), options, rng, before.get(name))
+        if transform is not None:
+            built[name] = transform
+    if method.check is not None:
+        method.check(built)
+    return built
+
+
+def owned(method: Method, anatomy: Anatomy, options: Options) -> dict[str, Tensor]:
+    """Copies of the backbone's tensors that a new task starts from, head apart."""
+    head = set(anatomy.head_names())
+    chosen = {name for names in anatomy.norms.values() for name in names} if options.norms else set()
+    if method.owns_everything:
+        chosen = set(anatomy.places)
+    for pattern in options.own:
+        found = {name for name in anatomy.places if fnmatchcase(name, pattern)}
+        if not found:
+            raise TaskError(f"own={pattern!r} matches no tensor of the backbone; `bitgraft anatomy` lists their names")
+        chosen |= found
+    parameters = {name for name, _ in anatomy.backbone.named_parameters()}
+    return {n: own_copy(anatomy.tensor(n), n in parameters) for n in anatomy.places if n in chosen and n not in head}
+
+
+def own_copy(tensor: Tensor, learned: bool) -> Tensor:
+    """A task's copy of a tensor: learned ones in float32, whatever the backbone is in."""
+    copy = tensor.detach().clone()
+    return nn.Parameter(copy.to(torch.float32)) if learned and copy.is_floating_point() else copy
+
+
+def uniform(
+    shape: torch.Size | tuple[int, ...], low: float, high: float, rng: torch.Generator | None, like: Tensor
+) -> Tensor:
+    """Float32 values, U(low, high), in `like`'s device and, for the same shape, its memory format."""
+    out = (
+        torch.empty_like(like, dtype=torch.float32)
+        if like.shape == shape
+        else like.new_empty(shape, dtype=torch.float32)
+    )
+    if rng is None:
+        return out
+    values = torch.rand(shape, generator=rng)  # drawn on the CPU, so that a seed means the same everywhere
+    return out.copy_(values.mul_(high - low).add_(low))
+
+
+def plain(options: Options) -> dict[str, Any]:
+    """Options as a file or a message holds them."""
+    return asdict(options)

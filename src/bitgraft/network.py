@@ -1,0 +1,254 @@
+"""One backbone and its tasks."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from bitgraft import archive, heads
+from bitgraft.anatomy import read_anatomy
+from bitgraft.errors import MissingTaskError, TaskError, UnknownTaskError, WrongBackboneError
+from bitgraft.graft import Graft
+from bitgraft.methods import registry
+from bitgraft.task import Card, Task, check_name, dotless, dotted
+from bitgraft.tracing import logits
+from bitgraft.transforms import Transform
+
+
+class Network(nn.Module):
+    """A frozen backbone, and tasks that replace some of its tensors while they run.
+
+        net = Network(timm.create_model("resnet50", pretrained=True))
+        net.add_task("flowers", classes=102)
+        net(images, task="flowers")
+
+    Args:
+        backbone: any module; it is read once and never written to.
+        original: the name under which the backbone's own task runs.
+        active: how many tasks keep their computed weights at a time; the rest cost what their bits take.
+        **reading: what `bitgraft.anatomy.read_anatomy` takes, to override what it finds.
+    """
+
+    def __init__(self, backbone: nn.Module, *, original: str = "original", active: int = 8, **reading: Any) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.anatomy = read_anatomy(backbone, **reading)
+        self.original = check_name(original)
+        self.active = active
+        self._tasks = nn.ModuleDict()
+        self._original = Task(Card(original, "classifier", {}, "keep"), self.anatomy, {}, {}, None)
+        self._fingerprint: str | None = None
+        self._grafts: OrderedDict[str, Graft] = OrderedDict()
+        self._lock = threading.RLock()
+        self.train(backbone.training)
+
+    @property
+    def tasks(self) -> Mapping[str, Task]:
+        """The tasks added or loaded, by name; the backbone's own is not among them."""
+        return MappingProxyType({dotted(key): task for key, task in self._tasks.items()})  # type: ignore[misc]
+
+    @property
+    def fingerprint(self) -> str:
+        """What a task file knows its backbone by: a hash over everything but the head."""
+        if self._fingerprint is None:
+            self._fingerprint = self.anatomy.fingerprint()
+        return self._fingerprint
+
+    def add_task(
+        self,
+        name: str,
+        classes: int | Sequence[str] | None = None,
+        method: str = "full",
+        *,
+        head: nn.Module | Literal["auto", "keep"] | None = "auto",
+        seed: int = 0,
+        preprocessing: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Task:
+        """Add a task that is ready to learn.
+
+        Args:
+            classes: how many, or their names.
+            method: one of `bitgraft.method_names()`.
+            head: "auto" gives the backbone's last layer `classes` outputs; "keep" leaves the backbone's output as it
+                is; a module takes the last layer's place; None gives features.
+            seed: what the task starts from depends on this alone, not on the order of tasks.
+            preprocessing: stored in the file; by default what the backbone states (timm's configuration).
+            **options: of the method.
+        """
+        self._check_new(name)
+        recipe = registry.get(method)
+        chosen = recipe.with_options(options)
+        rng = torch.Generator().manual_seed(seed)
+        before = self._stand_on(recipe)
+        transforms = registry.transforms(recipe, self.anatomy, chosen, rng, before.transforms if before else {})
+        owned = registry.owned(recipe, self.anatomy, chosen)
+        kind, names, tensors, module = heads.plan(self.anatomy, classes, head, rng)
+        card = Card(
+            name=name,
+            method=method,
+            options=registry.plain(chosen),
+            head=kind,
+            classes=names,
+            preprocessing=dict(preprocessing)
+            if preprocessing is not None
+            else heads.stated_preprocessing(self.backbone),
+            leans_on={before.name: archive.content(archive.pack_task(before, ""))} if before else {},
+        )
+        if before is not None:
+            before.freeze()
+        return self._keep(Task(card, self.anatomy, transforms, {**owned, **tensors}, module))
+
+    def remove_task(self, name: str) -> None:
+        """Forget a task. Nothing else changes."""
+        leaning = [other.name for other in self.tasks.values() if name in other.card.leans_on]
+        if leaning:
+            raise TaskError(
+                f"task {name!r} cannot be removed: {', '.join(map(repr, leaning))} would not run without it"
+            )
+        self._added(name)
+        with self._lock:
+            del self._tasks[dotless(name)]
+            self._grafts.pop(name, None)
+
+    def save_task(self, name: str, path: str | Path) -> None:
+        """Write a task to one file, whole or not at all."""
+        archive.save(archive.pack_task(self._added(name), self.fingerprint), path)
+
+    def load_task(self, path: str | Path, *, name: str | None = None, head: nn.Module | None = None) -> Task:
+        """Add the task in a file, ready to run. A file that does not fit changes nothing.
+
+        Args:
+            name: to call it otherwise than it was saved.
+            head: a module for the weights of the head, where the task was added with one.
+        """
+        filed = archive.read_archive(path)
+        if name is not None:
+            filed = archive.rename(filed, name)
+        self._check_new(filed.card.name)
+        if filed.backbone != self.fingerprint:
+            raise WrongBackboneError(
+                f"{path} belongs to a backbone with fingerprint {filed.backbone[:12]}, this one has {self.fingerprint[:12]}: "
+                "build the backbone with the weights that the task was trained on"
+            )
+        return self._keep(archive.revive(filed, self.anatomy, self._leant_on(filed.card), head))
+
+    def export(self, task: str | None = None) -> nn.Module:
+        """The task as an ordinary module of the backbone's own class, with plain weights, in evaluation mode."""
+        return Graft(self._find(task)).plain()
+
+    def module(self, task: str | None = None) -> nn.Module:
+        """The module that runs a task, for hooks and for compiling. It follows the task at each call of the network."""
+        graft: Graft = self._ready(task)
+        graft.pinned = True
+        return graft.module
+
+    def forward(self, images: Tensor, *args: Any, task: str | Sequence[str] | None = None, **kwargs: Any) -> Any:
+        """Run one task on a batch, or, given one name per image, each image's own.
+
+        One task gives what the backbone gives; a list of names gives a list with one tensor of scores per image.
+        """
+        if task is None or isinstance(task, str):
+            return self._ready(task)(images, *args, **kwargs)
+        return self._mixed(images, list(task), *args, **kwargs)
+
+    def _mixed(self, images: Tensor, tasks: list[str], *args: Any, **kwargs: Any) -> list[Tensor]:
+        if len(tasks) != len(images):
+            raise TaskError(f"{len(images)} images came with {len(tasks)} task names: give one name per image")
+        for name in set(tasks):
+            self._find(name)
+        results: list[Tensor] = [images] * len(tasks)
+        for name in dict.fromkeys(tasks):
+            rows = [row for row, wanted in enumerate(tasks) if wanted == name]
+            scores = logits(self._ready(name)(images[rows], *args, **kwargs))
+            for row, score in zip(rows, scores, strict=True):
+                results[row] = score
+        return results
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _ready(self, name: str | None) -> Graft:
+        """The graft that runs a task, up to date."""
+        task = self._find(name)
+        with self._lock:
+            graft = self._grafts.get(task.name)
+            if graft is None:
+                graft = self._grafts[task.name] = Graft(task).hang_tails()
+                self._let_go()
+            self._grafts.move_to_end(task.name)
+        graft.refresh()
+        return graft
+
+    def _let_go(self) -> None:
+        loose = [name for name, graft in self._grafts.items() if not graft.pinned]
+        for name in loose[: max(0, len(loose) - self.active)]:
+            del self._grafts[name]
+
+    def _find(self, name: str | None) -> Task:
+        if name is None or name == self.original:
+            return self._original
+        return self._added(name)
+
+    def _added(self, name: str) -> Task:
+        tasks = self.tasks
+        if name not in tasks:
+            known = ", ".join(map(repr, tasks)) or "none yet"
+            raise UnknownTaskError(
+                f"there is no task {name!r}; added are {known}; the backbone's own is {self.original!r}"
+            )
+        return tasks[name]
+
+    def _check_new(self, name: str) -> None:
+        check_name(name)
+        if name in self.tasks or name == self.original:
+            raise TaskError(f"there is a task {name!r} already: remove it first, or choose another name")
+
+    def _keep(self, task: Task) -> Task:
+        with self._lock:
+            self._tasks[dotless(task.name)] = task.train(self.training)
+        return task
+
+    def _stand_on(self, method: registry.Method) -> Task | None:
+        """The last task of a method whose tasks build on one another."""
+        chain = [task for task in self.tasks.values() if task.card.method == method.name]
+        return chain[-1] if method.leans and chain else None
+
+    def _leant_on(self, card: Card) -> Mapping[str, Transform]:
+        transforms: Mapping[str, Transform] = {}
+        for name, content in card.leans_on.items():
+            earlier = self.tasks.get(name)
+            if earlier is None:
+                raise MissingTaskError(
+                    f"task {card.name!r} builds on task {name!r}, which is not here: load that one first"
+                )
+            if archive.content(archive.pack_task(earlier, "")) != content:
+                raise MissingTaskError(f"task {card.name!r} builds on another task {name!r} than the one that is here")
+            transforms = earlier.transforms
+        return transforms
+
+    def train(self, mode: bool = True) -> "Network":
+        """Set the mode of every task; the backbone keeps its own."""
+        self.training = mode
+        for task in [self._original, *self.tasks.values()]:
+            task.train(mode)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Network":
+        first = next(self.backbone.parameters(), None)
+        if first is not None and not first.is_meta and fn(first.detach()[:0]).dtype != first.dtype:
+            _ = self.fingerprint  # of the weights as they were given, before they are rounded
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        with self._lock:
+            self._grafts.clear()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_grafts": None, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._grafts, self._lock = OrderedDict(), threading.RLock()

@@ -1,0 +1,173 @@
+"""A task: its name, method and classes, and the tensors that replace the backbone's own."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from bitgraft.anatomy import Anatomy
+from bitgraft.errors import TaskError, UnsafeNameError
+from bitgraft.transforms import Prunable, Transform
+
+HeadKind = Literal["classes", "linear", "module", "keep", "none"]
+"""classes: the backbone's own last layer with other tensors in it; linear: one put behind a backbone that gives
+features; module: the user's; keep: the backbone's, as it is; none: features."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a task says of itself, all of it plain data that goes into its file."""
+
+    name: str
+    method: str
+    options: Mapping[str, Any]
+    head: HeadKind
+    classes: tuple[str, ...] | None = None
+    preprocessing: Mapping[str, Any] = field(default_factory=dict)
+    leans_on: Mapping[str, str] = field(default_factory=dict)
+    """Earlier tasks that this one cannot run without, with their fingerprints (PackNet)."""
+
+
+class Task(nn.Module):
+    """Everything in the paper's Ω_i: weight transforms, and tensors owned outright (norm layers, the head)."""
+
+    def __init__(
+        self,
+        card: Card,
+        anatomy: Anatomy,
+        transforms: Mapping[str, Transform],
+        owned: Mapping[str, Tensor],
+        head: nn.Module | None,
+    ) -> None:
+        super().__init__()
+        self.card, self.anatomy = card, anatomy
+        self.metrics: dict[str, Any] = {}
+        self.revision = 0  # counts the times that tensors were exchanged for others, not merely written to
+        self._transforms = nn.ModuleDict({dotless(name): transform for name, transform in transforms.items()})
+        self._owned = nn.Module()
+        for name, tensor in owned.items():
+            _register(self._owned, name, tensor)
+        self.head = head
+
+    @property
+    def name(self) -> str:
+        return self.card.name
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        return self.card.classes
+
+    @property
+    def transforms(self) -> dict[str, Transform]:
+        """The transforms by the backbone's names of the weights they take."""
+        return {dotted(key): transform for key, transform in self._transforms.items()}  # type: ignore[misc]
+
+    @property
+    def owned(self) -> dict[str, Tensor]:
+        """The tensors stored outright, parameters and statistics, by the backbone's names."""
+        held = [*self._owned._parameters.items(), *self._owned._buffers.items()]
+        return {dotted(key): tensor for key, tensor in held if tensor is not None}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The replacement tensors, by the backbone's own names, in the backbone's dtypes."""
+        replaced = {}
+        for name, transform in self.transforms.items():
+            weight = self.anatomy.tensor(name).detach()
+            replaced[name] = transform(weight)
+        for name, tensor in self.owned.items():
+            replaced[name] = tensor.to(self.anatomy.tensor(name).dtype)
+        return replaced
+
+    def roles(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What is learned, each with its role (scores, k, weights, norms, head), so that each can have its own rate."""
+        head = set(self.anatomy.head_names())
+        norms = {name for names in self.anatomy.norms.values() for name in names}
+        held = [(t.role(name), p) for t in self.transforms.values() for name, p in t.named_parameters()]
+        for name, tensor in self.owned.items():
+            if isinstance(tensor, nn.Parameter):
+                held.append(("head" if name in head else "norms" if name in norms else "weights", tensor))
+        if self.head is not None:
+            held += [("head", parameter) for parameter in self.head.parameters()]
+        return ((role, parameter) for role, parameter in held if parameter.requires_grad)
+
+    def bits(self, *, statistics: bool = True) -> int:
+        """What the task costs, head apart. The paper's "# Params" leaves out running statistics."""
+        head = set(self.anatomy.head_names())
+        kept = [
+            tensor.numel()
+            for name, tensor in self.owned.items()
+            if name not in head and (isinstance(tensor, nn.Parameter) or (statistics and tensor.is_floating_point()))
+        ]
+        return 32 * sum(kept) + sum(transform.bits() for transform in self.transforms.values())
+
+    def freeze(self) -> "Task":
+        """End of learning: masks become bits, nothing asks for a gradient. Outputs stay the same to the last bit."""
+        for transform in self.transforms.values():
+            transform.freeze()
+        self.revision += 1
+        return self.requires_grad_(False)
+
+    def prune(self, share: float) -> "Task":
+        """Give up the smallest `share` of the weights that this task owns in each layer (PackNet)."""
+        prunable = [t for t in self.transforms.values() if isinstance(t, Prunable)]
+        if not prunable:
+            raise TaskError(
+                f"task {self.name!r} is of method {self.card.method!r}, which has nothing to prune; PackNet has"
+            )
+        if not 0 <= share < 1:
+            raise TaskError(f"prune takes the share of weights to give up, at least 0 and below 1, not {share}")
+        for transform in prunable:
+            transform.prune(share)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Task":
+        """Move to a device or a memory format; what is learned stays in float32 whatever dtype the network takes."""
+
+        def keep(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else torch.empty_like(moved, dtype=tensor.dtype).copy_(tensor)
+
+        self.revision += 1
+        super()._apply(keep, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def transform_buffers(self) -> list[Tensor]:
+        return [buffer for transform in self._transforms.values() for buffer in transform.buffers()]
+
+    def match_statistics(self) -> None:
+        """Keep running statistics in the dtype of the backbone's, since layers update them in place."""
+        for key, tensor in self._owned._buffers.items():
+            if tensor is not None:
+                self._owned._buffers[key] = tensor.to(self.anatomy.tensor(dotted(key)).dtype)
+
+    def extra_repr(self) -> str:
+        count = len(self.classes) if self.classes is not None else "no"
+        return f"{self.name!r}, method={self.card.method!r}, {count} classes, {self.bits() / 8000:.0f} kB"
+
+
+def check_name(name: str) -> str:
+    """A task's name is also a file's: letters, digits, dot, dash and underscore, no path."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise UnsafeNameError(
+            f"{name!r} cannot be a task's name: use up to 100 letters, digits, '.', '-' and '_', "
+            "starting with a letter or digit"
+        )
+    return name
+
+
+def dotless(name: str) -> str:
+    return name.replace(".", "/")  # torch does not allow dots in the names of what a module holds
+
+
+def dotted(key: str) -> str:
+    return key.replace("/", ".")
+
+
+def _register(holder: nn.Module, name: str, tensor: Tensor) -> None:
+    if isinstance(tensor, nn.Parameter):
+        holder.register_parameter(dotless(name), tensor)
+    else:
+        holder.register_buffer(dotless(name), tensor)

@@ -1,0 +1,251 @@
+"""Weight transforms: the paper's equation as a pure function, and the small module that holds its parameters."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from bitgraft.errors import CorruptError
+from bitgraft.masks import Surrogate, pack, packed_size, threshold, through_surrogate, unpack
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight of the backbone, as a transform needs to know it."""
+
+    name: str
+    shape: torch.Size
+    kind: Literal["conv", "transposed", "linear"]
+    groups: int = 1
+    feeds: str | None = None
+    """The norm layer that takes this layer's output and nothing else, if there is one."""
+    scale_free: bool = False
+    """That norm undoes any scale of this weight, so k0 stays 1 (the paper, section 3.1)."""
+
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        return tuple(self.shape[2:])
+
+    @property
+    def outputs(self) -> int:
+        return self.shape[1] * self.groups if self.kind == "transposed" else self.shape[0]
+
+    @property
+    def grouped_shape(self) -> tuple[int, ...]:
+        """The weight's shape with the groups of a transposed convolution split off, so that channels broadcast."""
+        if self.kind == "transposed":
+            return (self.groups, self.shape[0] // self.groups, *self.shape[1:])
+        return tuple(self.shape)
+
+    @property
+    def channel_shape(self) -> tuple[int, ...]:
+        """How a vector with one entry per output channel broadcasts against `grouped_shape`."""
+        if self.kind == "transposed":
+            return (self.groups, 1, self.shape[1], *(1 for _ in self.kernel))
+        return (self.shape[0], *(1 for _ in self.shape[1:]))
+
+    def filters(self, tensor: Tensor) -> Tensor:
+        """The weight as a matrix with one filter (one output channel) per row."""
+        if self.kind == "transposed":
+            tensor = tensor.reshape(self.grouped_shape).transpose(1, 2)  # (g, out/g, in/g, *kernel)
+        return tensor.reshape(self.outputs, -1)
+
+    def from_filters(self, matrix: Tensor) -> Tensor:
+        """The inverse of `filters`."""
+        if self.kind == "transposed":
+            groups, inputs, outputs, *kernel = self.grouped_shape
+            matrix = matrix.reshape(groups, outputs, inputs, *kernel).transpose(1, 2)
+        return matrix.reshape(self.shape)
+
+
+class Transform(nn.Module):
+    """W -> W~, with a few parameters of its own. Subclasses say what they cost and what goes into a file."""
+
+    tail: nn.Module | None
+    """A module to run on the layer's output (series residual adapters alone have one)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail = None
+
+    def forward(self, weight: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def role(self, parameter: str) -> str:
+        """What a parameter of this name is to an optimiser: "scores", "k" or "weights"."""
+        return "weights"
+
+    def bits(self) -> int:
+        """What the transform costs at rest."""
+        return 32 * sum(p.numel() for p in self.parameters())
+
+    def freeze(self) -> None:
+        """End of learning: drop what only learning needs. W~ stays the same to the last bit."""
+        self.requires_grad_(False)
+
+    def parts(self) -> dict[str, Tensor]:
+        """The named tensors that a file holds for this transform."""
+        return dict(self.state_dict())
+
+    def restore(self, parts: Mapping[str, Tensor]) -> None:
+        """Become what `parts` came from, frozen."""
+        expect({name: tuple(t.shape) for name, t in self.state_dict().items()}, parts)
+        self.load_state_dict(dict(parts), assign=True)
+        self.freeze()
+
+
+@runtime_checkable
+class Prunable(Protocol):
+    """A transform that can give up some of what it owns."""
+
+    def prune(self, share: float) -> None: ...
+
+
+def expect(shapes: Mapping[str, tuple[int, ...]], parts: Mapping[str, Tensor]) -> None:
+    """Refuse parts whose names or shapes are not those expected."""
+    found = {name: tuple(t.shape) for name, t in parts.items()}
+    if found != dict(shapes):
+        raise CorruptError(f"a transform's parts should be {dict(shapes)}, the file has {found}; it is not usable")
+
+
+def affine(weight: Tensor, mask: Tensor, k: Tensor) -> Tensor:
+    """Equation (2): W~ = k0 W + k1 1 + k2 M + k3 W∘M, computed as the one of two affine maps that a bit chooses.
+
+    `k` has the four coefficients first and broadcasts against the weight after that. Half-precision weights
+    are transformed in float32 and rounded once.
+    """
+    k0, k1, k2, k3 = k.unbind()
+    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    off = torch.addcmul(k1, wide, k0)
+    on = torch.addcmul(k1 + k2, wide, k0 + k3)
+    return torch.where(mask, on, off).to(weight.dtype)
+
+
+def _strided_like(weight: Tensor, mask: Tensor) -> Tensor:
+    """The mask in the weight's memory format, so that W~ comes out in it too."""
+    if mask.stride() == weight.stride():
+        return mask
+    return torch.empty_like(weight, dtype=mask.dtype).copy_(mask)
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """How a mask is read off R, and which k are learned (None) or constant, for one weight."""
+
+    fixed: tuple[float | None, ...]
+    threshold: float
+    surrogate: Surrogate
+    per_channel: bool
+
+    @property
+    def learned(self) -> list[int]:
+        return [i for i, value in enumerate(self.fixed) if value is None]
+
+
+START = (1.0, 0.0, 0.0, 0.0)  # where a learned k begins: W~ = W
+
+
+class _LearnedAffine(torch.autograd.Function):
+    """`affine` with the surrogate gradient to R. Saves references to R, k and W alone: no copy, no mask."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, scores: Tensor, k: Tensor, weight: Tensor, rule: MaskRule, channel: tuple[int, ...]
+    ) -> Tensor:
+        ctx.save_for_backward(scores, k, weight)
+        ctx.rule, ctx.channel = rule, channel
+        return affine(weight, threshold(scores, rule.threshold), k.view(4, *channel))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        scores, k, weight = ctx.saved_tensors
+        rule, channel = ctx.rule, ctx.channel
+        _, _, k2, k3 = k.view(4, *channel).unbind()
+        grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        by_weight = grad * weight
+        grad_scores = grad_k = None
+        if ctx.needs_input_grad[0]:
+            grad_mask = torch.addcmul(k2 * grad, k3, by_weight)
+            grad_scores = through_surrogate(grad_mask, scores, rule.threshold, rule.surrogate).to(scores.dtype)
+        if ctx.needs_input_grad[1]:
+            mask = threshold(scores, rule.threshold)
+            terms = (by_weight, grad, grad * mask, by_weight * mask)
+            grad_k = torch.stack([term.sum_to_size(channel or ()) for term in terms]).view_as(k).to(k.dtype)
+        return grad_scores, grad_k, None, None, None
+
+
+class Masked(Transform):
+    """W~ = k0 W + k1 1 + k2 M + k3 W∘M with M = 1[R >= threshold] (the paper, equation 2).
+
+    While it learns it holds R (`scores`) and the learned k; frozen, it holds M packed to bits and all four k.
+    """
+
+    scores: nn.Parameter | None
+    k: nn.Parameter | None
+    constants: Tensor
+    packed: Tensor | None
+
+    def __init__(self, weight: Weight, rule: MaskRule, scores: Tensor) -> None:
+        super().__init__()
+        self.weight, self.rule = weight, rule
+        self.scores = nn.Parameter(scores)
+        k = torch.tensor([START[i] if v is None else v for i, v in enumerate(rule.fixed)], device=scores.device)
+        if rule.per_channel:
+            k = k[:, None].repeat(1, weight.outputs)
+        self.k = nn.Parameter(k[rule.learned]) if rule.learned else None
+        self.register_buffer("constants", k, persistent=False)
+        self.register_buffer("packed", None)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        view = weight.view(self.weight.grouped_shape) if self.rule.per_channel else weight
+        channel = self.weight.channel_shape if self.rule.per_channel else ()
+        if self.scores is None:
+            assert self.packed is not None
+            mask = _strided_like(weight, unpack(self.packed, self.weight.shape)).view(view.shape)
+            return affine(view, mask, self.values().view(4, *channel)).view(weight.shape)
+        scores = self.scores.view(view.shape)
+        transformed: Tensor = _LearnedAffine.apply(scores, self.values(), view, self.rule, channel)
+        return transformed.view(weight.shape)
+
+    def values(self) -> Tensor:
+        """k0..k3, (4,) or (4, channels), constants included."""
+        if self.k is None:
+            return self.constants
+        rows = list(self.constants.unbind())
+        for row, learned in enumerate(self.rule.learned):
+            rows[learned] = self.k[row]
+        return torch.stack(rows)
+
+    def role(self, parameter: str) -> str:
+        return parameter
+
+    def mask(self) -> Tensor:
+        """M as a bool tensor of the weight's shape."""
+        if self.scores is None:
+            assert self.packed is not None
+            return unpack(self.packed, self.weight.shape)
+        return threshold(self.scores, self.rule.threshold)
+
+    def bits(self) -> int:
+        channels = self.weight.outputs if self.rule.per_channel else 1
+        return self.weight.shape.numel() + 32 * channels * len(self.rule.learned)
+
+    def freeze(self) -> None:
+        if self.scores is not None:
+            self._hold(**self.parts())
+
+    def parts(self) -> dict[str, Tensor]:
+        packed = self.packed if self.packed is not None else pack(self.mask())
+        return {"mask": packed, "k": self.values().detach()}
+
+    def restore(self, parts: Mapping[str, Tensor]) -> None:
+        size = packed_size(self.weight.shape.numel())
+        expect({"mask": (size,), "k": (4, self.weight.outputs) if self.rule.per_channel else (4,)}, parts)
+        self._hold(parts["mask"], parts["k"])
+
+    def _hold(self, mask: Tensor, k: Tensor) -> None:
+        self.packed, self.constants = mask, k
+        self.scores = self.k = None
