@@ -17,8 +17,8 @@ def through_surrogate(grad: Tensor, scores: Tensor, at: float, surrogate: Surrog
     """dE/dR from dE/dM: the threshold's zero slope is replaced by the surrogate's."""
     if surrogate == "identity":
         return grad
-    soft = torch.sigmoid(scores - at)
-    return grad * (soft * (1 - soft))
+    soft = torch.sigmoid(scores - at if at else scores)
+    return torch.ops.aten.sigmoid_backward(grad, soft.to(grad.dtype))  # type: ignore[no-any-return]
 
 
 def pack(mask: Tensor) -> Tensor:
@@ -26,13 +26,12 @@ def pack(mask: Tensor) -> Tensor:
     flat = mask.reshape(-1)
     padded = flat.new_zeros(-(-flat.numel() // 8) * 8)
     padded[: flat.numel()] = flat
-    return (padded.view(-1, 8).to(torch.uint8) << _shifts(mask.device)).sum(1, dtype=torch.uint8)
+    return (padded.view(torch.uint8).view(-1, 8) * _places(mask.device)).sum(1, dtype=torch.uint8)
 
 
 def unpack(packed: Tensor, shape: torch.Size) -> Tensor:
     """The inverse of `pack`, as a bool tensor of `shape`."""
-    bits = (packed.unsqueeze(1) >> _shifts(packed.device)) & 1  # (bytes, 8)
-    return bits.view(-1)[: shape.numel()].view(shape).to(torch.bool)
+    return _bits(packed).view(-1)[: shape.numel()].view(shape)
 
 
 def packed_size(count: int) -> int:
@@ -42,8 +41,13 @@ def packed_size(count: int) -> int:
 
 def ones(packed: Tensor) -> int:
     """How many bits are set."""
-    return int(((packed.unsqueeze(1) >> _shifts(packed.device)) & 1).sum())
+    return int(_bits(packed).sum())
 
 
-def _shifts(device: torch.device) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=device)
+def _bits(packed: Tensor) -> Tensor:
+    return (packed.unsqueeze(1) & _places(packed.device)) != 0  # (bytes, 8)
+
+
+def _places(device: torch.device) -> Tensor:
+    """What each bit of a byte is worth, lowest first."""
+    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)

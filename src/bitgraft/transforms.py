@@ -77,9 +77,10 @@ class Transform(nn.Module):
         """What a parameter of this name is to an optimiser: "scores", "k" or "weights"."""
         return "weights"
 
-    def bits(self) -> int:
-        """What the transform costs at rest."""
-        return 32 * sum(p.numel() for p in self.parameters())
+    def bits(self, *, statistics: bool = True) -> int:
+        """What the transform costs at rest, with the running statistics of norms that it brings along or without."""
+        held = [*self.parameters(), *(b for b in self.buffers() if statistics and b.is_floating_point())]
+        return 32 * sum(tensor.numel() for tensor in held)
 
     def freeze(self) -> None:
         """End of learning: drop what only learning needs. W~ stays the same to the last bit."""
@@ -116,18 +117,23 @@ def affine(weight: Tensor, mask: Tensor, k: Tensor) -> Tensor:
     `k` has the four coefficients first and broadcasts against the weight after that. Half-precision weights
     are transformed in float32 and rounded once.
     """
-    k0, k1, k2, k3 = k.unbind()
-    wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    wide = widened(weight)
+    k0, k1, k2, k3 = k.to(wide.dtype).unbind()
     off = torch.addcmul(k1, wide, k0)
     on = torch.addcmul(k1 + k2, wide, k0 + k3)
     return torch.where(mask, on, off).to(weight.dtype)
 
 
-def _strided_like(weight: Tensor, mask: Tensor) -> Tensor:
-    """The mask in the weight's memory format, so that W~ comes out in it too."""
-    if mask.stride() == weight.stride():
-        return mask
-    return torch.empty_like(weight, dtype=mask.dtype).copy_(mask)
+def widened(tensor: Tensor) -> Tensor:
+    """In float32 at least: what is added to a half-precision weight is rounded once, at the end."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def strided_like(weight: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor in the weight's memory format, since convolutions are faster in the one that the user chose."""
+    if tensor.stride() == weight.stride():
+        return tensor
+    return torch.empty_like(weight, dtype=tensor.dtype).copy_(tensor)
 
 
 @dataclass(frozen=True)
@@ -163,18 +169,34 @@ class _LearnedAffine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         scores, k, weight = ctx.saved_tensors
         rule, channel = ctx.rule, ctx.channel
-        _, _, k2, k3 = k.view(4, *channel).unbind()
-        grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        by_weight = grad * weight
-        grad_scores = grad_k = None
+        grad, grad_scores, grad_k = widened(grad), None, None
         if ctx.needs_input_grad[0]:
-            grad_mask = torch.addcmul(k2 * grad, k3, by_weight)
+            grad_mask = _grad_mask(grad, weight, k.view(4, *channel).to(grad.dtype), rule.fixed[3] == 0)
             grad_scores = through_surrogate(grad_mask, scores, rule.threshold, rule.surrogate).to(scores.dtype)
         if ctx.needs_input_grad[1]:
             mask = threshold(scores, rule.threshold)
-            terms = (by_weight, grad, grad * mask, by_weight * mask)
-            grad_k = torch.stack([term.sum_to_size(channel or ()) for term in terms]).view_as(k).to(k.dtype)
+            grad_k = _grad_k(grad, weight, mask, rule.learned, channel).view_as(k).to(k.dtype)
         return grad_scores, grad_k, None, None, None
+
+
+def _grad_mask(grad: Tensor, weight: Tensor, k: Tensor, no_product: bool) -> Tensor:
+    """dE/dM = dE/dW~ ∘ (k2 + k3 W)."""
+    _, _, k2, k3 = k.unbind()
+    return grad * k2 if no_product else torch.addcmul(k2, k3, widened(weight)).mul_(grad)
+
+
+def _grad_k(grad: Tensor, weight: Tensor, mask: Tensor, learned: list[int], channel: tuple[int, ...]) -> Tensor:
+    """dE/dk: sums of dE/dW~ against W, 1, M and W∘M; zero for the k that are constant."""
+    sums = [grad.new_zeros(channel)] * 4
+    if 0 in learned:
+        sums[0] = (grad * weight).sum_to_size(channel)
+    if 1 in learned:
+        sums[1] = grad.sum_to_size(channel)
+    if 2 in learned or 3 in learned:
+        under = grad * mask
+        sums[2] = under.sum_to_size(channel)
+        sums[3] = (under * weight).sum_to_size(channel) if 3 in learned else sums[3]
+    return torch.stack(sums)
 
 
 class Masked(Transform):
@@ -196,7 +218,7 @@ class Masked(Transform):
         if rule.per_channel:
             k = k[:, None].repeat(1, weight.outputs)
         self.k = nn.Parameter(k[rule.learned]) if rule.learned else None
-        self.register_buffer("constants", k, persistent=False)
+        self.register_buffer("constants", k)
         self.register_buffer("packed", None)
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -204,7 +226,7 @@ class Masked(Transform):
         channel = self.weight.channel_shape if self.rule.per_channel else ()
         if self.scores is None:
             assert self.packed is not None
-            mask = _strided_like(weight, unpack(self.packed, self.weight.shape)).view(view.shape)
+            mask = strided_like(weight, unpack(self.packed, self.weight.shape)).view(view.shape)
             return affine(view, mask, self.values().view(4, *channel)).view(weight.shape)
         scores = self.scores.view(view.shape)
         transformed: Tensor = _LearnedAffine.apply(scores, self.values(), view, self.rule, channel)
@@ -229,7 +251,7 @@ class Masked(Transform):
             return unpack(self.packed, self.weight.shape)
         return threshold(self.scores, self.rule.threshold)
 
-    def bits(self) -> int:
+    def bits(self, *, statistics: bool = True) -> int:
         channels = self.weight.outputs if self.rule.per_channel else 1
         return self.weight.shape.numel() + 32 * channels * len(self.rule.learned)
 
