@@ -1,32 +1,30 @@
 """A task as one safetensors file, masks packed to bits. `docs/format.md` is the specification."""
 
-import contextlib
 import hashlib
 import json
-import os
-import re
-import struct
-import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from bitgraft import container
 from bitgraft.anatomy import Anatomy, describe
-from bitgraft.errors import BitgraftError, ClassesError, CorruptError, NewerFormatError, TaskError, WrongBackboneError
+from bitgraft.cards import read_card, write_card
+from bitgraft.errors import ClassesError, CorruptError, TaskError, WrongBackboneError
+from bitgraft.files import read_whole, write_atomically
+from bitgraft.layers import is_norm
+from bitgraft.masks import packed_size
 from bitgraft.methods import registry
 from bitgraft.task import Card, Task, check_name
 from bitgraft.transforms import Transform
 
-FORMAT = 1
-BLANK = "0" * 64
-CHECKSUM = re.compile(rb'(?<=\\"checksum\\":\\")[0-9a-f]{64}(?=\\")')
 HEAD = "head:"  # keys of a head module's own tensors; those of the backbone's last layer keep its names
+PACKED = {"mask", "free"}  # parts that hold eight weights' bits to a byte; all others are float32
+COUNTER = "num_batches_tracked"  # counts training steps; no output depends on it, so no file holds it
 
 
 @dataclass(frozen=True)
@@ -48,114 +46,61 @@ class Archive:
                 found.setdefault(weight, {})[part] = tensor
         return found
 
+    def owned(self) -> dict[str, Tensor]:
+        """The tensors that replace the backbone's outright, by its names."""
+        return {key: tensor for key, tensor in self.tensors.items() if ":" not in key}
+
+    def head(self) -> dict[str, Tensor]:
+        """The tensors of a head module, by its own names."""
+        return {key.removeprefix(HEAD): t for key, t in self.tensors.items() if key.startswith(HEAD)}
+
 
 def pack_task(task: Task, backbone: str) -> Archive:
     """A task as its file holds it."""
-    tensors = {f"{w}:{part}": t for w, transform in task.transforms.items() for part, t in transform.parts().items()}
-    tensors |= {name: t for name, t in task.owned.items() if not name.endswith("num_batches_tracked")}
+    if odd := [name for name in [*task.owned, *task.transforms] if ":" in name]:
+        raise TaskError(f"task {task.name!r} cannot be saved: the backbone's name {odd[0]!r} has a colon in it")
+    tensors = dict(task.owned)
+    for weight, transform in task.transforms.items():
+        tensors |= {f"{weight}:{part}": tensor for part, tensor in transform.parts().items()}
+    tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(COUNTER)}
     if task.head is not None:
         tensors |= {f"{HEAD}{name}": tensor for name, tensor in task.head.state_dict().items()}
-    return Archive(task.card, backbone, task.metrics, {key: _plain(tensor) for key, tensor in tensors.items()})
+    return Archive(task.card, backbone, task.metrics, {key: _at_rest(key, t) for key, t in tensors.items()})
 
 
 def to_bytes(archive: Archive) -> bytes:
     """The file's bytes. The same task gives the same bytes."""
-    card = archive.card
-    names = card.classes
-    about = {
-        "checksum": BLANK,
-        "format": FORMAT,
-        "name": card.name,
-        "method": card.method,
-        "options": dict(card.options),
-        "head": card.head,
-        "classes": len(names) if names is not None and names == tuple(map(str, range(len(names)))) else names,
-        "preprocessing": dict(card.preprocessing),
-        "backbone": archive.backbone,
-        "leans_on": dict(card.leans_on),
-        "metrics": dict(archive.metrics),
-    }
-    try:
-        text = json.dumps(about, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError) as cause:
-        raise TaskError(f"task {card.name!r}: preprocessing and metrics must be plain JSON data ({cause})") from cause
-    data = safetensors.torch.save(dict(archive.tensors), metadata={"bitgraft": text})
-    return CHECKSUM.sub(hashlib.sha256(data).hexdigest().encode(), data, count=1)
+    return b"".join(_pieces(archive))
 
 
 def from_bytes(data: bytes, source: str = "the task file") -> Archive:
-    """Read and check a file's bytes; every fault is a `CorruptError`, or says that the format is newer."""
-    about = _metadata(data, source)
-    if about.get("format") != FORMAT:
-        if isinstance(about.get("format"), int) and about["format"] > FORMAT:
-            raise NewerFormatError(
-                f"{source} is of task format {about['format']}, this bitgraft reads up to {FORMAT}: install a newer bitgraft"
-            )
-        raise CorruptError(f"{source} states no format that bitgraft knows: it is damaged, or not a task file")
-    blanked = CHECKSUM.sub(BLANK.encode(), data, count=1)
-    if hashlib.sha256(blanked).hexdigest() != about.get("checksum"):
-        raise CorruptError(f"{source} does not match its checksum: it is damaged; get a fresh copy")
-    try:
-        tensors = safetensors.torch.load(data)
-        classes = about["classes"]
-        card = Card(
-            name=check_name(about["name"]),
-            method=registry.get(about["method"]).name,
-            options=dict(about["options"]),
-            head=about["head"],
-            classes=tuple(map(str, range(classes)))
-            if isinstance(classes, int)
-            else tuple(classes)
-            if classes
-            else None,
-            preprocessing=dict(about["preprocessing"]),
-            leans_on={check_name(name): str(digest) for name, digest in about["leans_on"].items()},
-        )
-        return Archive(card, str(about["backbone"]), dict(about["metrics"]), tensors)
-    except BitgraftError:
-        raise
-    except Exception as cause:  # a file whose checksum holds but that bitgraft has not written
-        raise CorruptError(f"{source} is not a valid task file ({type(cause).__name__}: {cause})") from cause
+    """Read and check a file's bytes. Whatever is wrong is an `ArchiveError` that says what."""
+    about, tensors = container.decode(data, source)
+    return Archive(read_card(about, source), about["backbone"], about["metrics"], tensors)
 
 
 def save(archive: Archive, path: str | Path) -> None:
     """Write the file whole or not at all: a killed save leaves the old file or none."""
-    write_atomically(Path(path), to_bytes(archive))
+    write_atomically(path, *_pieces(archive))
 
 
 def read_archive(path: str | Path) -> Archive:
-    try:
-        data = Path(path).read_bytes()
-    except OSError as cause:
-        raise CorruptError(f"cannot read {path}: {cause.strerror}") from cause
-    return from_bytes(data, str(path))
+    return from_bytes(read_whole(path), str(path))
 
 
 def revive(archive: Archive, anatomy: Anatomy, before: Mapping[str, Transform], head: nn.Module | None) -> Task:
-    """The task that a file holds, frozen, on the backbone that it belongs to."""
-    card = archive.card
-    method = registry.get(card.method)
-    options = method.with_options(card.options)
-    transforms, stray = {}, set(archive.parts()) - set(anatomy.places)
-    if stray or (method.build is None and archive.parts()):
-        raise WrongBackboneError(
-            f"task {card.name!r} transforms weights that the backbone does not have: {sorted(stray)[:3]}"
-        )
-    for name, parts in archive.parts().items():
-        tensor = anatomy.tensor(name).detach()
-        weight = describe(anatomy, name)
-        assert method.build is not None
-        blank = method.build(weight, tensor if method.leans else tensor.to("meta"), options, None, before.get(name))
-        if blank is None:
-            raise CorruptError(f"task {card.name!r} has parts for {name!r}, which method {card.method!r} leaves alone")
-        blank.restore(parts)
-        transforms[name] = blank
-    owned = {key: _revived(key, tensor, anatomy) for key, tensor in archive.tensors.items() if ":" not in key}
-    counters = {n.rpartition(".")[0] + ".num_batches_tracked" for n in owned}
-    owned |= {n: anatomy.tensor(n).detach().clone() for n in anatomy.places if n in counters}
-    own_head = _revive_head(archive, anatomy, head)
-    _check_classes(archive, anatomy, owned, own_head)
-    return Task(card, anatomy, transforms, owned, own_head).freeze()
+    """The task that a file holds, frozen, on the backbone that it belongs to. What does not fit changes nothing."""
+    card, parts, owned = archive.card, archive.parts(), archive.owned()
+    order = [*(name for name in anatomy.weights if name in parts), *parts]  # as data reaches them, not as filed
+    transforms = {n: _revive_transform(card, anatomy, n, parts[n], before.get(n)) for n in dict.fromkeys(order)}
+    _check_owned(card, anatomy, owned)
+    _check_classes(archive, anatomy)
+    counters = {n: anatomy.tensor(n) for n in anatomy.places if n.endswith(COUNTER)}
+    whole = owned | {n: t for n, t in counters.items() if n.replace(COUNTER, "running_mean") in owned}
+    held = {n: _like(anatomy.tensor(n), whole[n]) for n in anatomy.places if n in whole}
+    task = Task(card, anatomy, transforms, held, _revive_head(archive, anatomy, head)).freeze()
+    task.metrics = dict(archive.metrics)
+    return task
 
 
 def rename(archive: Archive, name: str) -> Archive:
@@ -163,108 +108,175 @@ def rename(archive: Archive, name: str) -> Archive:
 
 
 def content(archive: Archive) -> str:
-    """SHA-256 of a task's tensors, by which another task leans on it."""
-    return hashlib.sha256(safetensors.torch.save(dict(archive.tensors))).hexdigest()
+    """SHA-256 of what another task can lean on: the transforms, and what they lean on themselves."""
+    card, digest = archive.card, hashlib.sha256()
+    about = [card.method, dict(card.options), dict(card.leans_on)]
+    digest.update(json.dumps(about, sort_keys=True, separators=(",", ":")).encode() + b"\n")
+    for key in sorted(key for key in archive.tensors if ":" in key and not key.startswith(HEAD)):
+        digest.update(key.encode() + b"\n")
+        digest.update(container.raw(archive.tensors[key]))
+    return digest.hexdigest()
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write beside the file, make sure that it is on disk, then put it in the file's place in one step."""
-    _sweep(path)
-    handle, part = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+def _pieces(archive: Archive) -> list[bytes | memoryview]:
+    about = {**write_card(archive.card), "backbone": archive.backbone, "metrics": dict(archive.metrics)}
+    return container.encode(archive.tensors, about)
+
+
+def _stored_dtype(tensor: Tensor) -> torch.dtype:
+    """Floats are kept in float32, which holds every narrower one exactly."""
+    narrow = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return torch.float32 if narrow else tensor.dtype
+
+
+def _at_rest(key: str, tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, Tensor) or tensor.is_meta or _stored_dtype(tensor) not in container.DTYPES:
+        what = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TaskError(f"{key!r} cannot be saved: a task file holds tensors of numbers, and this is {what}")
+    return tensor.detach().to("cpu", _stored_dtype(tensor)).contiguous()
+
+
+def _revive_transform(
+    card: Card, anatomy: Anatomy, name: str, parts: Mapping[str, Tensor], before: Transform | None
+) -> Transform:
+    parameter = anatomy.tensor(name) if name in anatomy.places else None
+    if not isinstance(parameter, nn.Parameter) or not parameter.is_floating_point() or parameter.dim() < 2:
+        raise WrongBackboneError(f"task {card.name!r} transforms {name!r}, which is no weight of the backbone")
+    blank = _blank_transform(card, anatomy, name, parameter.detach(), before)
+    counters = {part: t for part, t in blank.state_dict().items() if part.endswith(COUNTER)}
+    for part, tensor in parts.items():
+        kind = "nothing" if part in counters else torch.uint8 if part in PACKED else torch.float32
+        if tensor.dtype != kind:
+            raise CorruptError(f"'{name}:{part}' is {tensor.dtype}, where {kind} belongs; the file is not usable")
+        if part in PACKED and _has_tail(tensor, parameter.numel()):
+            raise CorruptError(f"'{name}:{part}' has bits set behind the last weight; the file is not usable")
+    started = {part: torch.zeros(t.shape, dtype=t.dtype) for part, t in counters.items()}
+    blank.restore({part: tensor.to(parameter.device) for part, tensor in {**parts, **started}.items()})
+    return blank
+
+
+def _blank_transform(card: Card, anatomy: Anatomy, name: str, tensor: Tensor, before: Transform | None) -> Transform:
+    """A transform of the right make, whose values are still to come."""
+    method = registry.get(card.method)
+    options = method.with_options(card.options)
+    model = tensor if method.leans else tensor.to("meta")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(part, 0o666 & ~_umask())
-        os.replace(part, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(part)
-        raise
-    if hasattr(os, "O_DIRECTORY"):
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        blank = method.build(describe(anatomy, name), model, options, None, before) if method.build else None
+    except TaskError as cause:
+        raise CorruptError(f"task {card.name!r} cannot have been made as its file says ({cause})") from cause
+    if blank is None:
+        raise CorruptError(f"task {card.name!r} has parts for {name!r}, which method {card.method!r} leaves alone")
+    return blank
 
 
-def _sweep(path: Path) -> None:
-    """Remove what a save of this file left behind when it was killed an hour ago or longer."""
-    for part in path.parent.glob(f".{path.name}.*.part"):
-        with contextlib.suppress(OSError):
-            if time.time() - part.stat().st_mtime > 3600:
-                part.unlink()
+def _has_tail(packed: Tensor, count: int) -> bool:
+    return count % 8 != 0 and packed.shape == (packed_size(count),) and int(packed[-1]) >> count % 8 != 0
 
 
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
+def _check_owned(card: Card, anatomy: Anatomy, owned: Mapping[str, Tensor]) -> None:
+    """Head apart, a task owns what its method and options give it, nothing else, and no half of a norm layer."""
+    method = registry.get(card.method)
+    options = method.with_options(card.options)
+    head = set(anatomy.head_names())
+    norms = {name: n for n, m in anatomy.backbone.named_modules() if is_norm(m) for name in _tensors_of(n, m)}
+    asked = {name for name in anatomy.places if any(fnmatchcase(name, pattern) for pattern in options.own)}
+    for name, tensor in owned.items():
+        if name not in anatomy.places:
+            raise WrongBackboneError(f"task {card.name!r} replaces {name!r}, which the backbone does not have")
+        if name not in head:
+            _check_fit(card, name, tensor, anatomy.tensor(name))
+            if name not in asked and not (options.norms if name in norms else method.owns_everything):
+                raise CorruptError(f"task {card.name!r} has {name!r}, which method {card.method!r} leaves alone")
+    layers = {norms[name] for name in owned if name in norms and name not in asked}
+    needed = {name for name, layer in norms.items() if layer in layers}
+    if method.owns_everything:
+        needed |= anatomy.places.keys() - norms.keys() - head
+    if missing := sorted(name for name in needed - owned.keys() if not name.endswith(COUNTER)):
+        raise CorruptError(f"task {card.name!r} lacks {missing[0]!r}; the file is not usable")
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    kind = torch.float32 if tensor.is_floating_point() else tensor.dtype
-    return tensor.to("cpu", kind).contiguous()
+def _tensors_of(path: str, module: nn.Module) -> list[str]:
+    held = [*module._parameters.items(), *module._buffers.items()]
+    return [f"{path}.{name}" for name, tensor in held if tensor is not None]
 
 
-def _metadata(data: bytes, source: str) -> dict[str, Any]:
-    """The bitgraft part of a safetensors header, without trusting anything about it."""
-    try:
-        (size,) = struct.unpack_from("<Q", data)
-        if size > len(data) - 8:
-            raise ValueError(f"its header claims {size} bytes of {len(data)}")
-        about = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["bitgraft"])
-        if not isinstance(about, dict):
-            raise ValueError("its metadata is not an object")
-        return about
-    except (struct.error, ValueError, KeyError, TypeError, RecursionError) as cause:
-        raise CorruptError(f"{source} is truncated, damaged, or not a task file ({cause})") from cause
-
-
-def _revived(name: str, tensor: Tensor, anatomy: Anatomy) -> Tensor:
-    if name not in anatomy.places:
-        raise WrongBackboneError(f"the task replaces {name!r}, which the backbone does not have")
-    model = anatomy.tensor(name)
-    if tensor.shape != model.shape and name not in anatomy.head_names():
+def _check_fit(card: Card, name: str, tensor: Tensor, model: Tensor, outputs: int | None = None) -> None:
+    shape = model.shape if outputs is None else torch.Size((outputs, *model.shape[1:]))
+    if tensor.shape != shape:
         raise WrongBackboneError(
-            f"the task's {name!r} has shape {tuple(tensor.shape)}, the backbone's has {tuple(model.shape)}"
+            f"task {card.name!r} has {name!r} of shape {tuple(tensor.shape)}, the backbone takes {tuple(shape)}"
         )
-    if isinstance(model, nn.Parameter):
-        return nn.Parameter(tensor.to(model.device), requires_grad=False)
-    return tensor.to(model.device, model.dtype)
+    kind = torch.float32 if isinstance(model, nn.Parameter) and model.is_floating_point() else _stored_dtype(model)
+    if tensor.dtype not in ((torch.float32, torch.float64) if kind == torch.float64 else (kind,)):
+        raise CorruptError(f"task {card.name!r} has {name!r} in {tensor.dtype}, where {kind} belongs: not usable")
+
+
+def _like(model: Tensor, tensor: Tensor) -> Tensor:
+    """On the backbone's device; statistics in its dtype; in its memory format, since that decides the last bits."""
+    learned = isinstance(model, nn.Parameter)
+    placed = tensor.detach().to(model.device, tensor.dtype if learned else model.dtype, copy=True)
+    if placed.shape == model.shape and placed.stride() != model.stride():
+        placed = torch.empty_like(model, dtype=placed.dtype).copy_(placed)
+    return nn.Parameter(placed, requires_grad=False) if learned else placed
+
+
+def _check_classes(archive: Archive, anatomy: Anatomy) -> None:
+    """The head's tensors are all there, in its shape, with one row for each class."""
+    card, head = archive.card, set(anatomy.head_names())
+    count = len(card.classes or ())
+    own = archive.owned()
+    if card.head == "classes":
+        rows = {name: own[name].shape[:1] for name in head & own.keys()}
+        if any(row != (count,) for row in rows.values()):
+            raise _misfit(card, {row[0] if row else 0 for row in rows.values()})
+        if rows.keys() != head or not head:
+            raise CorruptError(f"task {card.name!r} should have {sorted(head)} for its head; the file is not usable")
+        for name in rows:
+            _check_fit(card, name, own[name], anatomy.tensor(name), count)
+    elif head & own.keys():
+        raise CorruptError(f"task {card.name!r} has {sorted(head & own.keys())}, but no head that takes them")
+    elif card.head == "linear":
+        shapes = {name: tuple(tensor.shape) for name, tensor in archive.head().items()}
+        if shapes.keys() == {"weight", "bias"} and shapes["bias"] != (count,) and len(shapes["bias"]) == 1:
+            raise _misfit(card, set(shapes["bias"]))
+        if shapes != {"weight": (count, anatomy.features), "bias": (count,)}:
+            raise CorruptError(
+                f"task {card.name!r} has a head of shapes {shapes} for {count} classes and the backbone's "
+                f"{anatomy.features} features; the file is not usable"
+            )
+
+
+def _misfit(card: Card, outputs: set[int]) -> ClassesError:
+    shown = " or ".join(map(str, sorted(outputs)))
+    return ClassesError(
+        f"task {card.name!r} lists {len(card.classes or ())} classes, but its head has {shown} outputs; "
+        "the file is not usable"
+    )
 
 
 def _revive_head(archive: Archive, anatomy: Anatomy, given: nn.Module | None) -> nn.Module | None:
-    state = {key.removeprefix(HEAD): t for key, t in archive.tensors.items() if key.startswith(HEAD)}
-    name, kind = archive.card.name, archive.card.head
-    if kind == "linear":
-        if set(state) != {"weight", "bias"}:
-            raise CorruptError(f"task {name!r} should have a linear head; the file is not usable")
-        given = nn.Linear(state["weight"].shape[1], state["weight"].shape[0], device="meta")
-    elif kind != "module":
+    state, card = archive.head(), archive.card
+    if card.head not in ("linear", "module"):
+        if state:
+            raise CorruptError(
+                f"task {card.name!r} has tensors of a head, but is of head kind {card.head!r}: not usable"
+            )
         return None
-    if given is None:
+    if card.head == "linear":
+        given = nn.Linear(state["weight"].shape[1], state["weight"].shape[0], device="meta")
+    elif given is None:
         raise TaskError(
-            f"task {name!r} was saved with a head module of its own: pass one like it, load_task(path, head=...)"
+            f"task {card.name!r} was saved with a head module of its own: pass one like it, load_task(path, head=...)"
         )
-    try:
-        given.load_state_dict(state, assign=True)
-    except RuntimeError as cause:
-        raise TaskError(f"the head module does not fit that of task {name!r}: {cause}") from cause
-    device = next(iter(anatomy.places), None)
-    return given.to(anatomy.tensor(device).device) if device else given
-
-
-def _check_classes(archive: Archive, anatomy: Anatomy, owned: Mapping[str, Tensor], head: nn.Module | None) -> None:
-    classes = archive.card.classes
-    if classes is None:
-        return
-    weight = owned.get(f"{anatomy.head}.weight") if archive.card.head == "classes" else getattr(head, "weight", None)
-    if archive.card.head in ("classes", "linear") and (weight is None or weight.shape[0] != len(classes)):
-        rows = "no" if weight is None else weight.shape[0]
-        raise ClassesError(
-            f"task {archive.card.name!r} lists {len(classes)} classes, but its head has {rows} outputs; the file is not usable"
+    wanted = {name: (tuple(t.shape), _stored_dtype(t)) for name, t in given.state_dict().items()}
+    found = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
+    if wanted != found:
+        odd = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))[0]
+        raise TaskError(
+            f"the head module does not fit that of task {card.name!r}: it has {odd!r} as {wanted.get(odd)}, "
+            f"the file as {found.get(odd)}"
         )
+    device = anatomy.tensor(next(iter(anatomy.places))).device
+    dtypes = {name: tensor.dtype for name, tensor in given.state_dict().items()}
+    given.load_state_dict({name: t.to(device, dtypes[name]) for name, t in state.items()}, assign=True)
+    return given.to(device)

@@ -1,0 +1,107 @@
+"""What a task says of itself, as the metadata of its file, and back with every field checked."""
+
+import re
+import reprlib
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from bitgraft.errors import ClassesError, CorruptError, NewerFormatError, TaskError
+from bitgraft.methods import registry
+from bitgraft.task import Card, HeadKind, check_name
+
+COUNTED_CLASSES = 1 << 20  # more classes than this are written out even if they are called 0, 1, 2, ...
+DIGEST = re.compile("[0-9a-f]{64}")
+OBJECTS = ("leans_on", "metrics", "options", "preprocessing")
+FIELDS = {*OBJECTS, "backbone", "checksum", "classes", "format", "head", "method", "name"}
+
+
+def write_card(card: Card) -> dict[str, Any]:
+    return {
+        "name": card.name,
+        "method": card.method,
+        "options": dict(card.options),
+        "head": card.head,
+        "classes": _written(card.classes),
+        "preprocessing": dict(card.preprocessing),
+        "leans_on": dict(card.leans_on),
+    }
+
+
+def read_card(about: Mapping[str, Any], source: str) -> Card:
+    """The card in a file's metadata. Whatever is wrong there is an `ArchiveError` that says what."""
+    _check_fields(about, source)
+    method = _method(about["method"], source)
+    if len(about["leans_on"]) > (1 if method.leans else 0):
+        raise CorruptError(f"{source}: a task of method {method.name!r} cannot lean on {list(about['leans_on'])}")
+    return Card(
+        name=check_name(about["name"]),
+        method=method.name,
+        options=registry.plain(_options(method, about["options"], source)),
+        head=about["head"],
+        classes=_classes(about["classes"], about["head"], source),
+        preprocessing=about["preprocessing"],
+        leans_on={check_name(name): digest for name, digest in about["leans_on"].items()},
+    )
+
+
+def _check_fields(about: Mapping[str, Any], source: str) -> None:
+    if set(about) != FIELDS:
+        raise CorruptError(f"{source} has the metadata fields {sorted(about)}, not {sorted(FIELDS)}; it is not usable")
+    for name in OBJECTS:
+        if not isinstance(about[name], dict):
+            raise CorruptError(f"{source}: {name!r} is {about[name]!r}, which is no JSON object; it is not usable")
+    for digest in [about["backbone"], *about["leans_on"].values()]:
+        if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
+            raise CorruptError(f"{source}: {digest!r} should be 64 hexadecimal digits; it is not usable")
+    if about["head"] not in get_args(HeadKind):
+        known = ", ".join(get_args(HeadKind))
+        raise CorruptError(f"{source}: there is no kind of head {about['head']!r}, known are {known}; it is not usable")
+
+
+def _method(name: Any, source: str) -> registry.Method:
+    if not isinstance(name, str):
+        raise CorruptError(f"{source}: its method is {name!r}, which is no name; it is not usable")
+    try:
+        return registry.get(name)
+    except TaskError as cause:
+        raise NewerFormatError(
+            f"{source}: {cause}; install a newer bitgraft, or register the method before loading"
+        ) from cause
+
+
+def _options(method: registry.Method, given: Mapping[str, Any], source: str) -> registry.Options:
+    if unknown := sorted(set(given) - set(registry.plain(method.options))):
+        raise NewerFormatError(
+            f"{source}: method {method.name!r} has no option {unknown[0]!r} here; install a newer bitgraft"
+        )
+    try:
+        return method.with_options(given)
+    except (TaskError, TypeError, ValueError, OverflowError) as cause:
+        raise CorruptError(f"{source}: an option of method {method.name!r} is not usable ({cause})") from cause
+
+
+def _written(names: tuple[str, ...] | None) -> int | tuple[str, ...] | None:
+    """Classes called 0 ... n - 1 are written as n."""
+    if names is None or len(names) > COUNTED_CLASSES or names != _counted(len(names)):
+        return names
+    return len(names)
+
+
+def _counted(count: int) -> tuple[str, ...]:
+    return tuple(map(str, range(count)))
+
+
+def _classes(written: Any, head: str, source: str) -> tuple[str, ...] | None:
+    if written is None and head in ("keep", "module", "none"):
+        return None
+    names: tuple[str, ...] = ()
+    if type(written) is int and 0 < written <= COUNTED_CLASSES:
+        names = _counted(written)
+    elif isinstance(written, list) and all(isinstance(name, str) for name in written):
+        names = tuple(written)
+    if not names or len(set(names)) != len(names) or head == "none":
+        raise ClassesError(
+            f"{source}: its classes, {reprlib.repr(written)}, are neither a number nor a list of different names, "
+            f"or do not go with a head of kind {head!r}; it is not usable"
+        )
+    return names

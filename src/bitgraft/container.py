@@ -1,0 +1,164 @@
+"""The bytes of a task file: safetensors with one metadata entry and a checksum. `docs/format.md` specifies them.
+
+We write them ourselves, so that the same content gives the same bytes whatever version of safetensors is installed.
+"""
+
+import hashlib
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from bitgraft.errors import CorruptError, NewerFormatError, TaskError
+
+FORMAT = 1
+DEPTH = 32  # how deep metadata may be nested
+HEADER_LIMIT = 100_000_000  # bytes; safetensors reads no longer one
+BLANK = "0" * 64
+CHECKSUM = re.compile(rb'(?<=\\"checksum\\":\\")[0-9a-f]{64}(?=\\")')
+DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+
+
+def encode(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> list[bytes | memoryview]:
+    """The file in pieces, which share memory with the tensors. The largest elements come first, then names decide."""
+    header: dict[str, Any] = {"__metadata__": {"bitgraft": _text({**about, "checksum": BLANK, "format": FORMAT})}}
+    order, start = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)), 0
+    for name in order:
+        end = start + tensors[name].nbytes
+        header[name] = {
+            "dtype": DTYPES[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    top = json.dumps(header, separators=(",", ":")).encode()
+    top += b" " * (-len(top) % 8)
+    if len(top) > HEADER_LIMIT:
+        raise TaskError(f"the task's metadata takes {len(top)} bytes, a file has room for {HEADER_LIMIT}")
+    top = struct.pack("<Q", len(top)) + top
+    pieces, digest = [raw(tensors[name]) for name in order], hashlib.sha256(top)
+    for piece in pieces:
+        digest.update(piece)
+    return [CHECKSUM.sub(digest.hexdigest().encode(), top, count=1), *pieces]
+
+
+def decode(data: bytes, source: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Metadata and tensors, checked against the checksum; a file that is not whole is refused."""
+    header, about = _header(data, source)
+    if type(about.get("format")) is not int or about["format"] < 1:
+        raise CorruptError(f"{source} states no format that bitgraft knows: it is damaged, or not a task file")
+    if about["format"] > FORMAT:
+        raise NewerFormatError(
+            f"{source} is of task format {about['format']}, this bitgraft reads up to {FORMAT}; install a newer one"
+        )
+    _refuse_cut(header, data, source)
+    if _digest(data) != about.get("checksum"):
+        raise CorruptError(f"{source} does not match its checksum: it is damaged; get a fresh copy")
+    if too_deep(about) or set(header["__metadata__"]) != {"bitgraft"}:
+        raise CorruptError(f"{source} has metadata beside bitgraft's own, or nested deeper than {DEPTH}: not usable")
+    try:
+        return about, safetensors.torch.load(data)
+    except Exception as cause:  # the checksum holds, so bitgraft has not written this
+        raise CorruptError(f"{source} is not a valid safetensors file ({cause})") from cause
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """A tensor's bytes in row-major order, little-endian, without a copy where they are so already."""
+    array = tensor.contiguous().numpy()
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).reshape(-1).view("u1").data
+
+
+def too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEPTH):
+        inside = [v for v in level if isinstance(v, dict | list | tuple)]
+        level = [v for parent in inside for v in (parent.values() if isinstance(parent, dict) else parent)]
+    return bool(level)
+
+
+def _text(about: Mapping[str, Any]) -> str:
+    """Canonical JSON: sorted, so that the order in which metrics were noted does not show; ASCII, no spaces."""
+    try:
+        text = json.dumps(about, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        if too_deep(about):
+            raise ValueError(f"it is nested deeper than {DEPTH}")
+        return text
+    except (TypeError, ValueError, RecursionError) as cause:
+        raise TaskError(
+            f"task {about['name']!r}: preprocessing and metrics must be plain JSON data ({cause})"
+        ) from cause
+
+
+def _header(data: bytes, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The safetensors header and bitgraft's part of it, without trusting anything about them."""
+    if not data:
+        raise CorruptError(f"{source} is empty; get a fresh copy")
+    (size,) = struct.unpack("<Q", data[:8].ljust(8, b"\0"))
+    if len(data) < 8 or size > min(len(data) - 8, HEADER_LIMIT):
+        raise CorruptError(
+            f"{source} is truncated, or not a task file: its header would take {size} of {len(data)} bytes"
+        )
+    try:
+        header = _strict_json(data[8 : 8 + size].decode())
+        text = header.get("__metadata__", {}).get("bitgraft")
+        about = _strict_json(text) if isinstance(text, str) else None
+    except (ValueError, AttributeError, RecursionError) as cause:
+        raise CorruptError(f"{source} is damaged, or not a task file ({cause})") from cause
+    if not isinstance(about, dict):
+        raise CorruptError(f"{source} is no bitgraft task file: its safetensors header has no entry 'bitgraft'")
+    return header, about
+
+
+def _strict_json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_without_twins, parse_float=_finite, parse_constant=_finite)
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key comes twice")
+    return found
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is no number that JSON has")
+    return value
+
+
+def _refuse_cut(header: Mapping[str, Any], data: bytes, source: str) -> None:
+    (size,) = struct.unpack_from("<Q", data)
+    try:
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        whole = 8 + size + max(map(int, ends), default=0)
+    except (TypeError, ValueError, LookupError) as cause:
+        raise CorruptError(f"{source} is damaged: its header does not say where tensors are") from cause
+    if len(data) < whole:
+        raise CorruptError(f"{source} is truncated: {len(data)} of {whole} bytes are here; get a fresh copy")
+
+
+def _digest(data: bytes) -> str:
+    """SHA-256 of the file with the checksum's own 64 digits set to 0."""
+    (size,) = struct.unpack_from("<Q", data)
+    found, view, digest = CHECKSUM.search(data, 8, 8 + size), memoryview(data), hashlib.sha256()
+    if found is not None:
+        digest.update(view[: found.start()])
+        digest.update(BLANK.encode())
+        view = view[found.end() :]
+    digest.update(view)
+    return digest.hexdigest()

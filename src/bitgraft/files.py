@@ -1,0 +1,80 @@
+"""Files that are written whole or not at all, and read with a plain sentence where they cannot be."""
+
+import contextlib
+import os
+import secrets
+import stat
+import time
+from pathlib import Path
+
+from bitgraft.errors import ArchiveError
+
+PART = ".bitgraft-{}.part"  # what a save is called until it is whole; hidden, and never a task's file name
+STALE = 3600.0  # seconds after which a part must be one that a killed save left behind
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+def write_atomically(path: str | Path, *chunks: bytes | memoryview) -> None:
+    """Write beside the file, make sure that it is on disk, then put it in the file's place in one step."""
+    try:
+        target = Path(os.path.realpath(path))  # a link stays a link
+        if target.exists() and not target.is_file():
+            raise ArchiveError(f"cannot write {path}: it is {_kind(target)}; give the name of a file")
+        _sweep(target.parent)
+        part = target.parent / PART.format(secrets.token_hex(8))
+        try:
+            with os.fdopen(os.open(part, NEW, 0o666), "wb") as file:  # the kernel takes the umask off
+                file.writelines(chunks)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise
+    except (OSError, ValueError) as cause:
+        if isinstance(cause, ArchiveError):
+            raise
+        raise ArchiveError(f"cannot write {path}: {_reason(cause, path)}; nothing was changed") from cause
+    _flush_folder(target.parent)
+
+
+def read_whole(path: str | Path) -> bytes:
+    """A file's bytes. Only of a plain file: reading a pipe or a device might never end."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ArchiveError(f"cannot read {path}: it is {_kind(Path(path))}; give the name of a file")
+        return Path(path).read_bytes()
+    except (OSError, ValueError) as cause:
+        if isinstance(cause, ArchiveError):
+            raise
+        raise ArchiveError(f"cannot read {path}: {_reason(cause, path)}") from cause
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed saves left behind long ago."""
+    for part in folder.glob(PART.format("*")):
+        with contextlib.suppress(OSError):
+            if time.time() - part.stat().st_mtime > STALE:
+                part.unlink()
+
+
+def _flush_folder(folder: Path) -> None:
+    """Make the new name last through a power cut, where the system can: the file is in place in any case."""
+    with contextlib.suppress(OSError, AttributeError):  # AttributeError: no O_DIRECTORY on Windows
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _kind(path: Path) -> str:
+    return "a folder" if path.is_dir() else "a device or a pipe"
+
+
+def _reason(cause: OSError | ValueError, path: str | Path) -> str:
+    folder = Path(os.path.realpath(path)).parent if "\0" not in str(path) else None
+    if isinstance(cause, FileNotFoundError) and folder is not None and not folder.exists():
+        return f"there is no folder {folder}"
+    return (isinstance(cause, OSError) and cause.strerror) or str(cause)
