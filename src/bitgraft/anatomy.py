@@ -6,12 +6,13 @@ can be overridden with the patterns of `fnmatch` (`"layer4.*"`).
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from bitgraft.errors import BackboneError
 from bitgraft.layers import is_conv, is_norm, is_transposed, undoes_scale, weight_attributes
@@ -19,6 +20,7 @@ from bitgraft.tracing import Trace, trace
 from bitgraft.transforms import Weight
 
 Patterns = str | Sequence[str]
+Places = dict[str, list[tuple[str, str]]]
 AUTO = "auto"
 
 
@@ -36,7 +38,9 @@ class Anatomy:
     """False where no such layer was found and the user has not said either."""
     features: int | None
     """What the head takes in; for a backbone without a head, what it gives out."""
-    places: dict[str, list[tuple[str, str]]] = field(repr=False)
+    wrapped: str | None
+    """The type of what the backbone gives, where that is not a tensor (transformers)."""
+    places: Places = field(repr=False)
     """Each tensor's name -> the (module, attribute) places that hold it; several where weights are tied."""
     outside: tuple[str, ...] = ()
     """Parameters that tasks share untouched: biases, embeddings, scales."""
@@ -47,6 +51,11 @@ class Anatomy:
         owner = self.backbone.get_submodule(module)
         tensor = owner._parameters.get(attribute)
         return tensor if tensor is not None else owner._buffers[attribute]  # type: ignore[return-value]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The backbone's floating dtype (of its first parameter that has one)."""
+        return next((p.dtype for p in self.backbone.parameters() if p.is_floating_point()), torch.float32)
 
     def head_names(self) -> list[str]:
         """The names of the head's tensors."""
@@ -92,46 +101,49 @@ def read_anatomy(
         skip: patterns of weights to leave out of those.
         norms: patterns of the norm layers that a task gets its own copy of; by default all.
         head: the name of the layer that a task replaces, or None for a backbone that gives features.
-        scale_free: patterns of the weights whose k0 stays 1; by default those that feed a norm which undoes their scale.
+        scale_free: patterns of the weights whose k0 stays 1; by default those that feed a norm which undoes scales.
     """
-    _refuse_wrappers(backbone)
-    places = _places(backbone)
+    _refuse(backbone)
+    places = tensor_places(backbone)
     seen = trace(backbone, example)
     head, head_known = _find_head(backbone, seen) if head == AUTO else (head, True)
-    if head is not None and not any(name.startswith(f"{head}.") for name in places):
+    in_head = {name for name in places if head is not None and name.startswith(f"{head}.")}
+    if head is not None and not in_head:
         raise BackboneError(f"the backbone has no layer {head!r} with weights to be its head; {_heads_hint(backbone)}")
-    found = {w.name: w for w in _weights(backbone, places, seen) if head is None or not w.name.startswith(f"{head}.")}
-    if transform != AUTO:
-        extra = {n: _describe(backbone, n, seen) for n in _match(transform, _matrices(backbone, places), "transform")}
-        found = {n: found.get(n, w) for n, w in extra.items()}
+    every = _by_default(backbone, places) if transform == AUTO else _match(transform, _matrices(backbone), "transform")
+    found = [name for name in _in_order(backbone, every, seen) if name not in in_head]
     skipped = set(_match(skip, found, "skip"))
-    weights = {n: w for n, w in found.items() if n not in skipped}
+    weights = {name: _describe(backbone, places, name, seen) for name in found if name not in skipped}
     if scale_free != AUTO:
         fixed = set(_match(scale_free, weights, "scale_free"))
         weights = {n: replace(w, scale_free=n in fixed) for n, w in weights.items()}
-    layers = {name: names for name, names in _norms(backbone, places).items()}
+    layers = _norms(backbone, places)
     kept = _match(norms, layers, "norms") if norms != AUTO else list(layers)
-    anatomy = Anatomy(
+    owned = in_head.union(*(layers[name] for name in kept))
+    parameters = (name for name, _ in backbone.named_parameters())
+    return Anatomy(
         backbone=backbone,
         weights=weights,
         norms={name: layers[name] for name in kept},
         head=head,
         head_known=head_known,
         features=_features(backbone, head, seen),
+        wrapped=seen.wrapped,
         places=places,
+        outside=tuple(name for name in parameters if name not in owned and name not in weights),
     )
-    owned = {n for names in anatomy.norms.values() for n in names} | set(anatomy.head_names())
-    parameters = {name for name, _ in backbone.named_parameters()}
-    anatomy.outside = tuple(n for n in places if n in parameters and n not in owned and n not in weights)
-    return anatomy
 
 
 def describe(anatomy: Anatomy, name: str) -> Weight:
     """The weight of that name, also when it is not among those transformed by default (a task file may have it)."""
-    return anatomy.weights.get(name) or _describe(anatomy.backbone, name, None)
+    return anatomy.weights.get(name) or _describe(anatomy.backbone, anatomy.places, name, None)
 
 
-def _refuse_wrappers(backbone: nn.Module) -> None:
+def _refuse(backbone: nn.Module) -> None:
+    if not isinstance(backbone, nn.Module):
+        raise BackboneError(
+            f"a backbone is a torch.nn.Module, not a {type(backbone).__name__}: build it first, timm.create_model(...)"
+        )
     if isinstance(backbone, torch.jit.ScriptModule):
         raise BackboneError(
             "the backbone is a TorchScript module, whose weights cannot be replaced: pass the Python module"
@@ -143,20 +155,20 @@ def _refuse_wrappers(backbone: nn.Module) -> None:
     for name, module in backbone.named_modules():
         if hasattr(module, "parametrizations"):
             raise BackboneError(
-                f"{name!r} computes its weight with a parametrization: "
+                f"layer {name!r} computes its weight with a parametrization: "
                 "call torch.nn.utils.parametrize.remove_parametrizations on it first"
             )
-    for name, tensor in backbone.named_parameters():
-        if isinstance(tensor, nn.parameter.UninitializedParameter):
+    for name, tensor in [*backbone.named_parameters(), *backbone.named_buffers()]:
+        if is_lazy(tensor):
             raise BackboneError(f"{name!r} is lazy and has no shape yet: run the backbone once on a batch first")
 
 
-def _places(backbone: nn.Module) -> dict[str, list[tuple[str, str]]]:
+def tensor_places(module: nn.Module) -> Places:
     """Every tensor under its first name, with all places that hold it."""
     first: dict[int, str] = {}
-    places: dict[str, list[tuple[str, str]]] = {}
-    for path, module in backbone.named_modules(remove_duplicate=False):
-        for attribute, tensor in [*module._parameters.items(), *module._buffers.items()]:
+    places: Places = {}
+    for path, owner in module.named_modules(remove_duplicate=False):
+        for attribute, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
             if tensor is not None:
                 name = first.setdefault(id(tensor), _join(path, attribute))
                 places.setdefault(name, []).append((path, attribute))
@@ -170,42 +182,45 @@ def _persistent(backbone: nn.Module, places: Iterable[str]) -> list[str]:
     return [name for name in places if name not in transient]
 
 
-def _weights(backbone: nn.Module, places: dict[str, list[tuple[str, str]]], seen: Trace) -> Iterator[Weight]:
-    """Weights of convolutions, linear layers and attention, in the order in which they run."""
+def _by_default(backbone: nn.Module, places: Places) -> list[str]:
+    """The weights of convolutions, linear layers and attention."""
     owners = ((path, a) for path, module in backbone.named_modules() for a in weight_attributes(module))
-    names = [name for path, attribute in owners if (name := _join(path, attribute)) in places]
+    return [name for path, attribute in owners if (name := _join(path, attribute)) in places]
+
+
+def _matrices(backbone: nn.Module) -> list[str]:
+    return [name for name, parameter in backbone.named_parameters() if parameter.dim() >= 2]
+
+
+def _in_order(backbone: nn.Module, names: Iterable[str], seen: Trace) -> list[str]:
+    """Names in the order in which their layers run; a layer that was never called stands behind its neighbour."""
     order, last = {}, -1
-    for index, name in enumerate(names):  # a layer that was never called itself stands behind its neighbour
-        last = seen.order.get(_parent(name), last)
-        order[name] = (last, index)
-    for name in sorted(names, key=order.__getitem__):
-        yield _describe(backbone, name, seen)
+    for path, _ in backbone.named_modules():
+        order[path] = last = seen.order.get(path, last)
+    return sorted(names, key=lambda name: order[_parent(name)])
 
 
-def _matrices(backbone: nn.Module, places: Iterable[str]) -> list[str]:
-    parameters = dict(backbone.named_parameters())
-    return [name for name in places if name in parameters and parameters[name].dim() >= 2]
-
-
-def _describe(backbone: nn.Module, name: str, seen: Trace | None) -> Weight:
+def _describe(backbone: nn.Module, places: Places, name: str, seen: Trace | None) -> Weight:
     module = backbone.get_submodule(_parent(name))
     tensor = backbone.get_parameter(name)
     if not tensor.is_floating_point():
         raise BackboneError(
             f"{name!r} is of type {tensor.dtype}, not floating point: pass the backbone before quantisation"
         )
-    feeds = seen.feeds.get(_parent(name)) if seen else None
+    feeds = [seen.feeds.get(_parent(name)) if seen else None]
+    tied = [path for path, _ in places[name][1:] if backbone.get_submodule(path) is not module]
+    feeds += [seen.feeds.get(path) if seen else None for path in tied]
     return Weight(
         name=name,
         shape=tensor.shape,
         kind="conv" if is_conv(module) else "transposed" if is_transposed(module) else "linear",
         groups=getattr(module, "groups", 1),
-        feeds=feeds,
-        scale_free=feeds is not None and undoes_scale(module, backbone.get_submodule(feeds)),
+        feeds=feeds[0] if all(feeds) else None,
+        scale_free=all(norm and undoes_scale(module, backbone.get_submodule(norm)) for norm in feeds),
     )
 
 
-def _norms(backbone: nn.Module, places: dict[str, list[tuple[str, str]]]) -> dict[str, tuple[str, ...]]:
+def _norms(backbone: nn.Module, places: Places) -> dict[str, tuple[str, ...]]:
     found = {}
     for path, module in backbone.named_modules():
         if path and is_norm(module):

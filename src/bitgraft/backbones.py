@@ -73,7 +73,7 @@ class _PostActivation(nn.Module):
 
 
 class ResNet26(nn.Module):
-    """The residual adapters' network: a 3x3 stem, three stages of four blocks, each with stride 2, a last norm and ReLU."""
+    """The residual adapters' network: a 3x3 stem, three stages of four blocks, each of stride 2, norm and ReLU."""
 
     input_size = (3, 64, 64)
 

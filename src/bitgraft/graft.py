@@ -6,6 +6,7 @@ reads a weight after the call (activation checkpointing, for one) still finds th
 
 import copy
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from bitgraft.layers import is_norm
 from bitgraft.task import Task
 from bitgraft.tracing import private_copy
 
-Slot = tuple[dict[str, Tensor | None], str]
+Slot = tuple[Any, str | int]
+"""A dict or list, and the key under which it holds a tensor."""
 
 
 class Graft:
@@ -24,108 +26,123 @@ class Graft:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.module = private_copy(task.anatomy.backbone)
-        self.pinned = False
         self._lock = threading.Lock()
-        self._slots = _slots(self.module, task.anatomy)
-        self._share(set(task.owned))
-        self._still = _unowned_statistics(self.module, set(task.owned))
-        self._after = _place_head(self.module, task)
         self._mode: bool | None = None
         self._revision = -1
-        self._stamp: tuple[Any, ...] | None = None
+        self._backbone: list[Tensor] = []
+        self._base: tuple[Any, ...] = ()
         self._watched: list[Tensor] = []
-        self._learned: list[nn.Parameter] = []
+        self._stamp: tuple[Any, ...] | None = None
+        with torch.inference_mode(False):  # tensors made in inference mode would be of no use to learning later
+            self.module = private_copy(task.anatomy.backbone)
+            self._slots = _slots(self.module, task.anatomy)
+            self._still = _unowned_statistics(self.module, set(task.owned))
+            self._behind = _place_head(self.module, task)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.module(*args, **kwargs)
-        return output if self._after is None else self._after(output)
+        return self.module(*args, **kwargs)
 
-    def hang_tails(self) -> "Graft":
-        """Run residual adapters behind their layers, for as long as this graft lives."""
-        for _, layer, tail in _tails(self.module, self.task):
+    def hang(self) -> "Graft":
+        """Run residual adapters, and a head behind the backbone, by hooks, for as long as this graft lives."""
+        for layer, tail in _tails(self.module, self.task):
             layer.register_forward_hook(lambda layer, args, output, tail=tail: _run_tail(tail, output))
+        if self._behind is not None:
+            self.module.register_forward_hook(lambda layer, args, output, head=self._behind: head(output))
         return self
 
+    def pin(self) -> "Graft":
+        """Let the module follow the task whoever calls it."""
+        self.module.register_forward_pre_hook(lambda layer, args: self.refresh())
+        return self
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def refresh(self) -> None:
         """Make the module run the task as it is now: with gradients where something learns, else computed once."""
         with self._lock:
-            self._follow_mode()
-            self._follow_revision()
-            if torch.is_grad_enabled() and any(p.requires_grad for p in self._learned):
+            self._follow()
+            if torch.is_grad_enabled() and self.task.learns():
                 self._stamp = None
-                for name, tensor in self.task.tensors().items():
-                    self._install(name, tensor)
-            elif (stamp := _stamp(self._watched)) != self._stamp:
+                self.task.lessons += 1
+                self._install(self.task.tensors())
+            elif (stamp := (self.task.lessons, *_versions(self._watched))) != self._stamp:
                 with torch.inference_mode(False), torch.no_grad():
-                    for name, tensor in self.task.tensors().items():
-                        self._install(name, self._as_held(name, tensor))
+                    self._install({name: self._as_held(name, t) for name, t in self.task.tensors().items()})
                 self._stamp = stamp
 
     def plain(self) -> nn.Module:
         """An ordinary module with weights of its own and nothing of bitgraft in it, in evaluation mode."""
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             self.refresh()
-        for path, layer, tail in _tails(self.module, self.task):
-            self.module.set_submodule(path, _with_tail(layer, tail))
-        whole = copy.deepcopy(self.module if self._after is None else nn.Sequential(self.module, self._after))
+            for layer, tail in _tails(self.module, self.task):
+                _replace(self.module, layer, _as_graph(_Tailed(layer, tail)))
+            whole = self.module if self._behind is None else nn.Sequential(self.module, self._behind)
+            for headed in [module for module in whole.modules() if isinstance(module, _Headed)]:
+                _replace(whole, headed, headed.ordinary(self.task.anatomy.dtype))
+            whole = copy.deepcopy(whole)
         for parameter in whole.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
         return whole.eval()
 
-    def _share(self, owned: set[str]) -> None:
-        """What the task does not own: the backbone's parameters beyond the reach of gradients, copies of its buffers."""
-        anatomy = self.task.anatomy
-        for name in anatomy.places:
-            if name not in owned:
-                tensor = anatomy.tensor(name)
-                shared = tensor.detach()
-                self._install(name, _held(shared) if isinstance(tensor, nn.Parameter) else shared.clone())
+    def _follow(self) -> None:
+        """Notice a change of mode, tensors exchanged for others, and a backbone that was moved or written to."""
+        task = self.task
+        if self._mode != task.training:
+            self._mode = task.training
+            self.module.train(self._mode)
+            for layer in self._still:
+                layer.training = False  # the layer alone: dropout below it follows the mode
+            self._revision = -1
+        if self._revision != task.revision or self._base != _versions(self._backbone):
+            with torch.inference_mode(False):
+                if task.training:
+                    task.match_statistics()
+                self._share()
+            self._revision, self._stamp = task.revision, None
+            self._watched = [t for t in task.sources() if not t.is_inference()]
 
-    def _install(self, name: str, tensor: Tensor) -> None:
-        for holder, attribute in self._slots[name]:
-            holder[attribute] = tensor
+    def _share(self) -> None:
+        """What the task does not replace: the backbone's parameters out of gradients' reach, copies of its buffers."""
+        anatomy, replaced = self.task.anatomy, {*self.task.owned, *self.task.transforms}
+        self._backbone = [anatomy.tensor(name) for name in anatomy.places]
+        self._base = _versions(self._backbone)
+        for name, tensor in zip(anatomy.places, self._backbone, strict=True):
+            if name not in replaced:
+                shared = tensor.detach()
+                self._install({name: _held(shared) if isinstance(tensor, nn.Parameter) else shared.clone()})
+
+    def _install(self, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            for holder, key in self._slots[name]:
+                holder[key] = tensor
 
     def _as_held(self, name: str, tensor: Tensor) -> Tensor:
         """A computed tensor as modules hold them; the task's own are held as they are."""
         is_parameter = isinstance(self.task.anatomy.tensor(name), nn.Parameter)
         return _held(tensor) if is_parameter and not isinstance(tensor, nn.Parameter) else tensor
 
-    def _follow_mode(self) -> None:
-        if self._mode != self.task.training:
-            self._mode = self.task.training
-            self.module.train(self._mode)
-            for layer in self._still:
-                layer.eval()
-
-    def _follow_revision(self) -> None:
-        if self._revision != self.task.revision:
-            self._revision, self._stamp = self.task.revision, None
-            self.task.match_statistics()
-            self._learned = list(self.task.parameters())
-            backbone = [self.task.anatomy.tensor(name) for name in self.task.anatomy.places]
-            self._watched = [*backbone, *self._learned, *self.task.transform_buffers()]
-
 
 def _slots(module: nn.Module, anatomy: Anatomy) -> dict[str, list[Slot]]:
     """Where each of the backbone's tensors is held in a copy of its module tree."""
-    slots: dict[str, list[Slot]] = {}
-    for name, places in anatomy.places.items():
-        for path, attribute in places:
-            owner = module.get_submodule(path)
-            holder: Any = owner._parameters if attribute in owner._parameters else owner._buffers
-            slots.setdefault(name, []).append((holder, attribute))
-    return slots
+    return {
+        name: [slot for path, attribute in places for slot in _holders(module.get_submodule(path), attribute)]
+        for name, places in anatomy.places.items()
+    }
+
+
+def _holders(owner: nn.Module, attribute: str) -> Iterator[Slot]:
+    yield (owner._parameters if attribute in owner._parameters else owner._buffers), attribute
+    if isinstance(owner, nn.RNNBase) and attribute in owner._flat_weights_names:  # it keeps a second list of them
+        yield owner._flat_weights, owner._flat_weights_names.index(attribute)
 
 
 def _held(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
-def _stamp(watched: list[Tensor]) -> tuple[Any, ...]:
+def _versions(watched: list[Tensor]) -> tuple[Any, ...]:
     """Changes whenever one of the tensors is written to, or the first of them (so, all) is moved."""
     first = (watched[0].data_ptr(), watched[0].dtype) if watched else ()
-    return (*first, *(0 if t.is_inference() else t._version for t in watched))
+    return (*first, *[t._version for t in watched])
 
 
 def _unowned_statistics(module: nn.Module, owned: set[str]) -> list[nn.Module]:
@@ -137,22 +154,23 @@ def _unowned_statistics(module: nn.Module, owned: set[str]) -> list[nn.Module]:
     ]
 
 
-def _place_head(module: nn.Module, task: Task) -> nn.Module | None:
+def _place_head(module: nn.Module, task: Task) -> "_Headed | None":
     """Give the copy the task's head; returned if it goes behind the module rather than into it."""
     kind, name = task.card.head, task.anatomy.head
-    if kind == "classes" and task.classes is not None and name is not None:
-        _state_outputs(module, module.get_submodule(name), len(task.classes))
-    elif kind == "none" and name is not None:
+    if kind != "keep":
+        layer = module.get_submodule(name) if kind == "classes" and name is not None else None
+        _state_outputs(module, layer, 0 if kind == "none" else len(task.classes or ()) or None)
+    if kind == "none" and name is not None:
         module.set_submodule(name, nn.Identity())
-    elif kind in ("module", "linear"):
-        if name is None:
-            return task.head
-        assert task.head is not None
-        module.set_submodule(name, task.head)
+    if task.head is None:
+        return None
+    if name is None:
+        return _Headed(task.head)
+    module.set_submodule(name, _Headed(task.head))
     return None
 
 
-def _state_outputs(module: nn.Module, head: nn.Module, count: int) -> None:
+def _state_outputs(module: nn.Module, head: nn.Module | None, count: int | None) -> None:
     """Keep what modules say about their outputs true, for whoever reads it (timm, transformers, exporters)."""
     for owner, attribute in [
         (head, "out_features"),
@@ -161,13 +179,13 @@ def _state_outputs(module: nn.Module, head: nn.Module, count: int) -> None:
         (module, "num_labels"),
         (getattr(module, "config", None), "num_labels"),
     ]:
-        if isinstance(getattr(owner, attribute, None), int):
+        if count is not None and isinstance(getattr(owner, attribute, None), int):
             setattr(owner, attribute, count)
 
 
-def _tails(module: nn.Module, task: Task) -> list[tuple[str, nn.Module, nn.Module]]:
+def _tails(module: nn.Module, task: Task) -> list[tuple[nn.Module, nn.Module]]:
     paths = [(name.rpartition(".")[0], transform.tail) for name, transform in task.transforms.items()]
-    return [(path, module.get_submodule(path), tail) for path, tail in paths if tail is not None]
+    return [(module.get_submodule(path), tail) for path, tail in paths if tail is not None]
 
 
 def _run_tail(tail: nn.Module, output: Tensor) -> Tensor:
@@ -184,12 +202,34 @@ class _Tailed(nn.Module):
         return _run_tail(self.tail, self.layer(x))
 
 
-def _with_tail(layer: nn.Module, tail: nn.Module) -> nn.Module:
-    """Layer and adapter as one graph of ordinary modules, which opens where bitgraft is not installed."""
+class _Headed(nn.Module):
+    """A head module in its own dtype, float32, whatever the backbone is in."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        first = next((p for p in layer.parameters() if p.is_floating_point()), None)
+        self.dtype = first.dtype if first is not None else None
+
+    def forward(self, x: Tensor) -> Any:
+        output = self.layer(x if self.dtype is None else x.to(self.dtype))
+        return output if self.dtype in (None, x.dtype) else output.to(x.dtype)
+
+    def ordinary(self, dtype: torch.dtype) -> nn.Module:
+        return self.layer if self.dtype in (None, dtype) else _as_graph(self)
+
+
+def _replace(tree: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    for path, module in list(tree.named_modules(remove_duplicate=False)):
+        if module is old:
+            tree.set_submodule(path, new)
+
+
+def _as_graph(module: "_Tailed | _Headed") -> nn.Module:
+    """The same as one graph of ordinary modules, which opens where bitgraft is not installed."""
 
     class Tracer(fx.Tracer):
-        def is_leaf_module(self, module: nn.Module, path: str) -> bool:
-            return module is layer or super().is_leaf_module(module, path)
+        def is_leaf_module(self, inner: nn.Module, path: str) -> bool:
+            return inner is module.layer or super().is_leaf_module(inner, path)
 
-    tailed = _Tailed(layer, tail)
-    return fx.GraphModule(tailed, Tracer().trace(tailed), class_name="Tailed")
+    return fx.GraphModule(module, Tracer().trace(module), class_name=type(module).__name__.lstrip("_"))

@@ -25,8 +25,7 @@ def plan(
 ) -> Plan:
     names = class_names(classes)
     if isinstance(head, nn.Module):
-        if anatomy.head is None and not anatomy.head_known:
-            raise unknown_head(anatomy.backbone)
+        _check_place(anatomy)
         return "module", names, {}, head
     if head == "keep":
         return "keep", names, {}, None
@@ -41,6 +40,17 @@ def plan(
     if names is None:
         raise TaskError("say what the task gives: classes=..., head='keep', a head module, or head=None for features")
     return _classifier(anatomy, names, rng)
+
+
+def _check_place(anatomy: Anatomy) -> None:
+    """There is a layer for a head to replace, or a tensor of features for it to take."""
+    if anatomy.head is None and not anatomy.head_known:
+        raise unknown_head(anatomy.backbone)
+    if anatomy.head is None and anatomy.wrapped is not None:
+        raise BackboneError(
+            f"the backbone gives a {anatomy.wrapped}, which no head takes: "
+            "wrap it in a module that gives the tensor of features"
+        )
 
 
 def class_names(classes: int | Sequence[str] | None) -> tuple[str, ...] | None:
@@ -69,9 +79,8 @@ def stated_preprocessing(backbone: nn.Module) -> dict[str, Any]:
 
 
 def _classifier(anatomy: Anatomy, names: tuple[str, ...], rng: torch.Generator) -> Plan:
+    _check_place(anatomy)
     if anatomy.head is None:
-        if not anatomy.head_known:
-            raise unknown_head(anatomy.backbone)
         if anatomy.features is None:
             raise BackboneError(
                 "the backbone's output has no dimension of features to put a classifier on: pass a head module"

@@ -40,6 +40,8 @@ def is_norm(module: nn.Module) -> bool:
 
 def undoes_scale(layer: nn.Module, norm: nn.Module) -> bool:
     """Batch and instance norm take away a layer's bias as well; the others undo a scale only where there is none."""
+    if "frozen" in type(norm).__name__.lower():  # torchvision's and timm's: a fixed affine map, which undoes nothing
+        return False
     return isinstance(norm, _BatchNorm | _InstanceNorm) or getattr(layer, "bias", None) is None
 
 

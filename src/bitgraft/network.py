@@ -36,21 +36,25 @@ class Network(nn.Module):
 
     def __init__(self, backbone: nn.Module, *, original: str = "original", active: int = 8, **reading: Any) -> None:
         super().__init__()
-        self.backbone = backbone
         self.anatomy = read_anatomy(backbone, **reading)
+        self.backbone = backbone
         self.original = check_name(original)
+        if active < 1:
+            raise TaskError(f"active={active!r}: at least one task must be kept at work")
         self.active = active
         self._tasks = nn.ModuleDict()
         self._original = Task(Card(original, "classifier", {}, "keep"), self.anatomy, {}, {}, None)
         self._fingerprint: str | None = None
-        self._grafts: OrderedDict[str, Graft] = OrderedDict()
+        self._grafts: OrderedDict[tuple[str, int | None], Graft] = OrderedDict()
+        self._pinned: dict[str, Graft] = {}
         self._lock = threading.RLock()
         self.train(backbone.training)
 
     @property
     def tasks(self) -> Mapping[str, Task]:
         """The tasks added or loaded, by name; the backbone's own is not among them."""
-        return MappingProxyType({dotted(key): task for key, task in self._tasks.items()})  # type: ignore[misc]
+        with self._lock:
+            return MappingProxyType({dotted(key): task for key, task in self._tasks.items()})  # type: ignore[misc]
 
     @property
     def fingerprint(self) -> str:
@@ -59,6 +63,7 @@ class Network(nn.Module):
             self._fingerprint = self.anatomy.fingerprint()
         return self._fingerprint
 
+    @torch.inference_mode(False)
     def add_task(
         self,
         name: str,
@@ -95,9 +100,7 @@ class Network(nn.Module):
             options=registry.plain(chosen),
             head=kind,
             classes=names,
-            preprocessing=dict(preprocessing)
-            if preprocessing is not None
-            else heads.stated_preprocessing(self.backbone),
+            preprocessing=dict(heads.stated_preprocessing(self.backbone) if preprocessing is None else preprocessing),
             leans_on={before.name: archive.content(archive.pack_task(before, ""))} if before else {},
         )
         if before is not None:
@@ -114,12 +117,15 @@ class Network(nn.Module):
         self._added(name)
         with self._lock:
             del self._tasks[dotless(name)]
-            self._grafts.pop(name, None)
+            self._pinned.pop(name, None)
+            for key in [key for key in self._grafts if key[0] == name]:
+                del self._grafts[key]
 
     def save_task(self, name: str, path: str | Path) -> None:
         """Write a task to one file, whole or not at all."""
         archive.save(archive.pack_task(self._added(name), self.fingerprint), path)
 
+    @torch.inference_mode(False)
     def load_task(self, path: str | Path, *, name: str | None = None, head: nn.Module | None = None) -> Task:
         """Add the task in a file, ready to run. A file that does not fit changes nothing.
 
@@ -133,8 +139,8 @@ class Network(nn.Module):
         self._check_new(filed.card.name)
         if filed.backbone != self.fingerprint:
             raise WrongBackboneError(
-                f"{path} belongs to a backbone with fingerprint {filed.backbone[:12]}, this one has {self.fingerprint[:12]}: "
-                "build the backbone with the weights that the task was trained on"
+                f"{path} belongs to a backbone with fingerprint {filed.backbone[:12]}, "
+                f"this one has {self.fingerprint[:12]}: build the backbone with the weights that the task was made for"
             )
         return self._keep(archive.revive(filed, self.anatomy, self._leant_on(filed.card), head))
 
@@ -143,9 +149,16 @@ class Network(nn.Module):
         return Graft(self._find(task)).plain()
 
     def module(self, task: str | None = None) -> nn.Module:
-        """The module that runs a task, for hooks and for compiling. It follows the task at each call of the network."""
-        graft: Graft = self._ready(task)
-        graft.pinned = True
+        """The module that runs a task, for hooks and for compiling; it follows the task at each call.
+
+        From then on the network runs this task in this one module, so let one thread at a time learn or run it.
+        """
+        with self._lock:
+            found = self._find(task)
+            graft = self._pinned.get(found.name)
+            if graft is None:
+                graft = self._pinned[found.name] = Graft(found).hang().pin()
+        graft.refresh()
         return graft.module
 
     def forward(self, images: Tensor, *args: Any, task: str | Sequence[str] | None = None, **kwargs: Any) -> Any:
@@ -172,21 +185,22 @@ class Network(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _ready(self, name: str | None) -> Graft:
-        """The graft that runs a task, up to date."""
-        task = self._find(name)
+        """The graft that runs a task, up to date. What learns has one of its own, and so has each thread that learns:
+        gradients go to the tensors that the call began with, whatever runs meanwhile."""
         with self._lock:
-            graft = self._grafts.get(task.name)
-            if graft is None:
-                graft = self._grafts[task.name] = Graft(task).hang_tails()
-                self._let_go()
-            self._grafts.move_to_end(task.name)
+            task = self._find(name)
+            pinned = self._pinned.get(task.name)
+            if pinned is not None:
+                return pinned
+            key = (task.name, threading.get_ident() if torch.is_grad_enabled() and task.learns() else None)
+            if key not in self._grafts:
+                self._grafts[key] = Graft(task).hang()
+                while len(self._grafts) > self.active:
+                    self._grafts.popitem(last=False)
+            graft = self._grafts[key]
+            self._grafts.move_to_end(key)
         graft.refresh()
         return graft
-
-    def _let_go(self) -> None:
-        loose = [name for name, graft in self._grafts.items() if not graft.pinned]
-        for name in loose[: max(0, len(loose) - self.active)]:
-            del self._grafts[name]
 
     def _find(self, name: str | None) -> Task:
         if name is None or name == self.original:
@@ -194,13 +208,15 @@ class Network(nn.Module):
         return self._added(name)
 
     def _added(self, name: str) -> Task:
-        tasks = self.tasks
-        if name not in tasks:
-            known = ", ".join(map(repr, tasks)) or "none yet"
+        if name == self.original:
+            raise TaskError(f"{name!r} is the backbone's own task, which has no file and cannot be removed")
+        key = dotless(name) if isinstance(name, str) else ""
+        if key not in self._tasks:
+            known = ", ".join(map(repr, self.tasks)) or "none yet"
             raise UnknownTaskError(
                 f"there is no task {name!r}; added are {known}; the backbone's own is {self.original!r}"
             )
-        return tasks[name]
+        return self._tasks[key]  # type: ignore[return-value]
 
     def _check_new(self, name: str) -> None:
         check_name(name)
@@ -209,6 +225,7 @@ class Network(nn.Module):
 
     def _keep(self, task: Task) -> Task:
         with self._lock:
+            self._check_new(task.name)
             self._tasks[dotless(task.name)] = task.train(self.training)
         return task
 
@@ -238,8 +255,8 @@ class Network(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Network":
-        first = next(self.backbone.parameters(), None)
-        if first is not None and not first.is_meta and fn(first.detach()[:0]).dtype != first.dtype:
+        blank = torch.empty(0, dtype=self.anatomy.dtype)
+        if fn(blank).dtype != blank.dtype:
             _ = self.fingerprint  # of the weights as they were given, before they are rounded
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         with self._lock:
@@ -247,8 +264,8 @@ class Network(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_grafts": None, "_lock": None}
+        return {**self.__dict__, "_grafts": None, "_pinned": None, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._grafts, self._lock = OrderedDict(), threading.RLock()
+        self._grafts, self._pinned, self._lock = OrderedDict(), {}, threading.RLock()

@@ -46,6 +46,8 @@ class Task(nn.Module):
         self.card, self.anatomy = card, anatomy
         self.metrics: dict[str, Any] = {}
         self.revision = 0  # counts the times that tensors were exchanged for others, not merely written to
+        self.lessons = 0  # counts the times that it ran to learn, after which an optimiser may have written to it
+        self._learned: tuple[int, list[nn.Parameter]] = (-1, [])
         self._transforms = nn.ModuleDict({dotless(name): transform for name, transform in transforms.items()})
         self._owned = nn.Module()
         for name, tensor in owned.items():
@@ -74,12 +76,30 @@ class Task(nn.Module):
     def tensors(self) -> dict[str, Tensor]:
         """The replacement tensors, by the backbone's own names, in the backbone's dtypes."""
         replaced = {}
-        for name, transform in self.transforms.items():
-            weight = self.anatomy.tensor(name).detach()
-            replaced[name] = transform(weight)
+        with torch.autocast(self._device_type(), enabled=False):  # weights are the same whoever asks for them
+            for name, transform in self.transforms.items():
+                replaced[name] = transform(self.anatomy.tensor(name).detach())
         for name, tensor in self.owned.items():
             replaced[name] = tensor.to(self.anatomy.tensor(name).dtype)
         return replaced
+
+    def _device_type(self) -> str:
+        name = next(iter(self.anatomy.places))
+        return self.anatomy.tensor(name).device.type
+
+    def learns(self) -> bool:
+        """Something in the task asks for a gradient."""
+        revision, learned = self._learned
+        if revision != self.revision:
+            learned = list(self.parameters())
+            self._learned = (self.revision, learned)
+        return any(parameter.requires_grad for parameter in learned)
+
+    def sources(self) -> list[Tensor]:
+        """The tensors that `tensors` is computed from, the backbone's apart: a write to one makes it stale."""
+        held = [tensor for transform in self._transforms.values() for tensor in transform.buffers()]
+        other = [t for n, t in self.owned.items() if t.dtype != self.anatomy.tensor(n).dtype]
+        return [*self.parameters(), *held, *other]
 
     def roles(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What is learned, each with its role (scores, k, weights, norms, head), so that each can have its own rate."""
@@ -134,14 +154,12 @@ class Task(nn.Module):
         super()._apply(keep, recurse)  # type: ignore[no-untyped-call]
         return self
 
-    def transform_buffers(self) -> list[Tensor]:
-        return [buffer for transform in self._transforms.values() for buffer in transform.buffers()]
-
     def match_statistics(self) -> None:
-        """Keep running statistics in the dtype of the backbone's, since layers update them in place."""
+        """Put running statistics in the dtype of the backbone's, since layers that learn update them in place."""
         for key, tensor in self._owned._buffers.items():
-            if tensor is not None:
-                self._owned._buffers[key] = tensor.to(self.anatomy.tensor(dotted(key)).dtype)
+            if tensor is not None and tensor.dtype != (dtype := self.anatomy.tensor(dotted(key)).dtype):
+                self._owned._buffers[key] = tensor.to(dtype)
+                self.revision += 1
 
     def extra_repr(self) -> str:
         count = len(self.classes) if self.classes is not None else "no"
@@ -159,11 +177,12 @@ def check_name(name: str) -> str:
 
 
 def dotless(name: str) -> str:
-    return name.replace(".", "/")  # torch does not allow dots in the names of what a module holds
+    """A name as modules can hold it: without dots, and unlike any attribute ("items", "train")."""
+    return "·" + name.replace(".", "·")
 
 
 def dotted(key: str) -> str:
-    return key.replace("/", ".")
+    return key[1:].replace("·", ".")
 
 
 def _register(holder: nn.Module, name: str, tensor: Tensor) -> None:

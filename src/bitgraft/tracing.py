@@ -1,7 +1,7 @@
 """One forward pass of a private copy of the backbone, watched."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +26,13 @@ class Trace:
     """The linear layer or 1x1 convolution whose output is the network's output."""
     width: int | None = None
     """The size of the output's last dimension."""
+    wrapped: str | None = None
+    """The type of what the network gives, where that is not a tensor."""
 
 
 def private_copy(backbone: nn.Module) -> nn.Module:
-    """The backbone's module tree over again, every registered tensor shared and not copied."""
-    memo: dict[int, Any] = {id(t): t for t in [*backbone.parameters(), *backbone.buffers()]}
+    """The backbone's module tree over again, its parameters shared and its buffers, which layers write to, copied."""
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in backbone.parameters()}
     try:
         return copy.deepcopy(backbone, memo)
     except Exception as cause:  # whatever the user's module raises when it is copied
@@ -75,7 +77,7 @@ def trace(backbone: nn.Module, example: Tensor | Sequence[int] | None) -> Trace:
 def _examples(backbone: nn.Module, example: Tensor | Sequence[int] | None, like: Tensor) -> list[Tensor]:
     if isinstance(example, Tensor):
         return [example]
-    shapes = [tuple(example)] if example is not None else _shapes(backbone)
+    shapes = [tuple(example)] if example is not None else list(_shapes(backbone))
     kind = like.dtype if like.is_floating_point() else torch.float32
     return [torch.zeros(shape, device=like.device, dtype=kind) for shape in shapes]
 
@@ -91,17 +93,20 @@ def input_size(backbone: nn.Module) -> tuple[int, ...] | None:
     return tuple(size) if size is not None else None
 
 
-def _shapes(backbone: nn.Module) -> list[tuple[int, ...]]:
+def _shapes(backbone: nn.Module) -> Iterator[tuple[int, ...]]:
+    """What the backbone states first (timm states the size that weights were trained at, not the one asked for)."""
     stated = input_size(backbone)
     if stated is not None:
-        return [(1, *stated)]
+        yield (1, *stated)
     for module in backbone.modules():
         if isinstance(module, nn.modules.conv._ConvNd):
             sizes = SIZES if dimensions(module) < 3 else (16, 32, 64)
-            return [(1, module.in_channels, *[size] * dimensions(module)) for size in sizes]
+            yield from ((1, module.in_channels, *[size] * dimensions(module)) for size in sizes)
+            return
         if isinstance(module, nn.Linear):
-            return [(1, module.in_features)]
-    return [(1, 3, size, size) for size in SIZES]
+            yield (1, module.in_features)
+            return
+    yield from ((1, 3, size, size) for size in SIZES)
 
 
 def _watch(module: nn.Module, batch: Tensor) -> Trace:
@@ -110,7 +115,7 @@ def _watch(module: nn.Module, batch: Tensor) -> Trace:
         layer.register_forward_pre_hook(lambda layer, args, name=name: watch.enter(name, layer, args))
         layer.register_forward_hook(lambda layer, _, output, name=name: watch.leave(name, layer, output))
     with torch.no_grad(), watch:
-        output = logits(module(batch))
+        output = module(batch)
     return watch.trace(output)
 
 
@@ -120,9 +125,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.order: dict[str, int] = {}
-        self.made: dict[
-            int, tuple[str, nn.Module, Tensor, int]
-        ] = {}  # the tensor is kept: a freed id would be used again
+        self.made: dict[int, tuple[str, nn.Module, Tensor, int]] = {}  # with the tensor: a freed id is used again
         self.into_norm: dict[str, str] = {}
         self.elsewhere: set[str] = set()
         self.norms_entered = 0
@@ -143,12 +146,18 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not self.norms_entered and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
-            used = (id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-            self.elsewhere.update(self.made[i][0] for i in used if i in self.made)
+            self.use((args, kwargs))
         return result
 
-    def trace(self, output: Tensor) -> Trace:
-        storage = output.untyped_storage()._cdata
+    def use(self, values: Any) -> None:
+        """Note where the outputs of layers go that do not go into a norm."""
+        ids = (id(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+        self.elsewhere.update(self.made[i][0] for i in ids if i in self.made)
+
+    def trace(self, output: Any) -> Trace:
+        self.use(output)
+        scores = logits(output)
+        storage = scores.untyped_storage()._cdata
         last = [
             name
             for name, layer, made, version in self.made.values()
@@ -158,5 +167,6 @@ class _Watch(TorchFunctionMode):
             order=self.order,
             feeds={name: norm for name, norm in self.into_norm.items() if name not in self.elsewhere},
             last=last[-1] if last else None,
-            width=int(output.shape[-1]) if output.dim() > 1 else None,
+            width=int(scores.shape[-1]) if scores.dim() > 1 else None,
+            wrapped=None if isinstance(output, Tensor) else type(output).__name__,
         )
