@@ -5,6 +5,7 @@
     ├── TaskError              a task's name, classes, head or options do not fit
     │   ├── UnknownTaskError   no task of that name
     │   └── NoFreeWeightsError PackNet has no weights left for a further task
+    ├── DataError              images, labels or splits are missing, unreadable or do not fit together
     └── ArchiveError           a task file is refused
         ├── CorruptError       truncated, changed, or not a task file at all
         ├── NewerFormatError   written by a later bitgraft
@@ -34,6 +35,10 @@ class UnknownTaskError(TaskError, KeyError):
 
 
 class NoFreeWeightsError(TaskError):
+    pass
+
+
+class DataError(BitgraftError, ValueError):
     pass
 
 

