@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bitgraft.errors import TaskError
-from bitgraft.methods.registry import Method, Options, register_method, uniform
-from bitgraft.transforms import Transform, Weight
+from bitgraft.methods.registry import Method, Options, is_number, register_method, uniform
+from bitgraft.transforms import Transform, Weight, widened
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -24,8 +24,7 @@ class Parallel(Transform):
         self.a = nn.Parameter(torch.zeros(*weight.shape[:2], *(1 for _ in weight.kernel), device=device))
 
     def forward(self, weight: Tensor) -> Tensor:
-        wide = weight.to(torch.promote_types(weight.dtype, self.a.dtype))
-        return (wide + F.pad(self.a, self.padding)).to(weight.dtype)
+        return (widened(weight) + F.pad(self.a, self.padding)).to(weight.dtype)
 
 
 class SeriesTail(nn.Module):
@@ -38,8 +37,8 @@ class SeriesTail(nn.Module):
         nn.init.zeros_(self.a.weight)
 
     def forward(self, y: Tensor) -> Tensor:
-        adapted: Tensor = y + self.a(self.norm(y))
-        return adapted
+        adapted: Tensor = y + self.a(self.norm(y.float()))  # the adapter is in float32, whatever y is in
+        return adapted.to(y.dtype)
 
 
 class Series(Transform):
@@ -80,8 +79,11 @@ class LoraOptions(Options):
     """The update is scaled by alpha / rank."""
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
+        super().__post_init__()
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
             raise TaskError(f"rank={self.rank!r}: give a whole number from 1 on")
+        if not is_number(self.alpha):
+            raise TaskError(f"alpha={self.alpha!r}: give a number")
 
 
 class LowRank(Transform):
@@ -94,8 +96,7 @@ class LowRank(Transform):
 
     def forward(self, weight: Tensor) -> Tensor:
         update = self.weight.from_filters(self.b @ self.a)
-        wide = weight.to(torch.promote_types(weight.dtype, update.dtype))
-        return torch.add(wide, update, alpha=self.scale).to(weight.dtype)
+        return torch.add(widened(weight), update, alpha=self.scale).to(weight.dtype)
 
 
 def low_rank(

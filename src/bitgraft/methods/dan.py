@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from bitgraft.methods.registry import Method, Options, register_method
-from bitgraft.transforms import Transform, Weight
+from bitgraft.transforms import Transform, Weight, strided_like, widened
 
 
 class Recombined(Transform):
@@ -16,8 +16,9 @@ class Recombined(Transform):
         self.p = nn.Parameter(torch.eye(weight.outputs, device=device))
 
     def forward(self, weight: Tensor) -> Tensor:
-        mixed = self.p @ self.weight.filters(weight).to(self.p.dtype)
-        return self.weight.from_filters(mixed).to(weight.dtype)
+        filters = self.weight.filters(widened(weight))
+        mixed = self.weight.from_filters(self.p.to(filters.dtype) @ filters)
+        return strided_like(weight, mixed).to(weight.dtype)
 
 
 def recombined(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bitgraft.errors import TaskError
 from bitgraft.masks import Surrogate
-from bitgraft.methods.registry import Method, Options, register_method, uniform
+from bitgraft.methods.registry import Method, Options, is_number, register_method, uniform
 from bitgraft.transforms import Masked, MaskRule, Transform, Weight
 
 K = float | Literal["learn"]
@@ -31,14 +31,18 @@ class MaskOptions(Options):
     """R starts uniform in this range."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("k0", "k1", "k2", "k3"):
             value = getattr(self, name)
             words = ("learn", "auto") if name == "k0" else ("learn",)
-            if isinstance(value, bool) or not (isinstance(value, int | float) or value in words):
+            if not is_number(value) and value not in words:
                 raise TaskError(f"{name}={value!r}: give a number, or {' or '.join(map(repr, words))}")
         _one_of("per", self.per, ("layer", "channel"))
         _one_of("surrogate", self.surrogate, ("identity", "sigmoid"))
-        if len(self.init) != 2 or not self.init[0] <= self.init[1]:
+        if not is_number(self.threshold):
+            raise TaskError(f"threshold={self.threshold!r}: give a number")
+        pair = isinstance(self.init, tuple) and len(self.init) == 2 and all(map(is_number, self.init))
+        if not pair or self.init[0] > self.init[1]:
             raise TaskError(f"init={self.init!r}: give the lowest and the highest starting value of R")
 
     def rule(self, weight: Weight) -> MaskRule:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from bitgraft.errors import CorruptError, NoFreeWeightsError, TaskError
 from bitgraft.masks import pack, packed_size, unpack
-from bitgraft.methods.registry import Method, Options, Phase, register_method
-from bitgraft.transforms import Transform, Weight, expect
+from bitgraft.methods.registry import Method, Options, Phase, is_number, register_method
+from bitgraft.transforms import Transform, Weight, expect, strided_like, widened
 
 
 @dataclass(frozen=True)
@@ -21,30 +21,38 @@ class PacknetOptions(Options):
     """This task retrains the backbone's own: it owns every weight and starts from them, as PackNet does on ImageNet."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.keep < 1:
+        super().__post_init__()
+        if not is_number(self.keep) or not 0 < self.keep < 1:
             raise TaskError(
                 f"keep={self.keep!r}: give the share of the backbone's weights to keep, above 0 and below 1"
             )
+        if not isinstance(self.base, bool):
+            raise TaskError(f"base={self.base!r}: give True or False")
 
 
 class Packed(Transform):
-    """W~ = what earlier tasks froze, plus what this task owns; the rest is zero and free for later tasks."""
+    """W~ = what earlier tasks froze, plus what this task owns; the rest is zero and free for later tasks.
+
+    `frozen` is the earlier task's W~. The first task has none: it finds the backbone's weights where they are not free.
+    """
 
     values: Tensor
-    frozen: Tensor
+    frozen: Tensor | None
     free: Tensor
     own: Tensor
 
-    def __init__(self, weight: Weight, frozen: Tensor, free: Tensor, start: Tensor) -> None:
+    def __init__(self, weight: Weight, frozen: Tensor | None, free: Tensor, start: Tensor) -> None:
         super().__init__()
         self.weight = weight
         self.register_buffer("frozen", frozen, persistent=False)
         self.register_buffer("free", free, persistent=False)
-        self.register_buffer("own", free.clone(), persistent=False)
+        self.register_buffer("own", free.clone())
         self.values = nn.Parameter(start)
+        self.chose_free = frozen is None and not bool(free.all())
 
     def forward(self, weight: Tensor) -> Tensor:
-        return torch.where(self.own, self.values, self.frozen).to(weight.dtype)
+        found = self.frozen if self.frozen is not None else weight.masked_fill(self.free, 0)
+        return torch.where(self.own, self.values, found).to(weight.dtype)
 
     def left(self) -> Tensor:
         """The weights that a further task may train."""
@@ -52,29 +60,39 @@ class Packed(Transform):
 
     @torch.no_grad()
     def prune(self, share: float) -> None:
+        if not self.values.requires_grad:
+            raise TaskError("a task that has ended learning cannot be pruned: later tasks stand on its weights")
         owned = int(self.own.sum())
         kept = largest(self.values.abs().where(self.own, -1.0), owned - round(owned * share))
         self.own &= kept
         self.values.mul_(self.own)
 
-    def bits(self) -> int:
-        return self.weight.shape.numel() + 32 * int(self.own.sum())
+    def bits(self, *, statistics: bool = True) -> int:
+        masks = 2 if self.chose_free else 1
+        return masks * self.weight.shape.numel() + 32 * int(self.own.sum())
 
     def parts(self) -> dict[str, Tensor]:
-        return {"mask": pack(self.own), "values": self.values.detach().reshape(-1)[self.own.reshape(-1)]}
+        held = {"mask": pack(self.own), "values": self.values.detach()[self.own]}
+        # Which weights the first task found pruned is stored too: read again off a rounded backbone, it could differ.
+        return {**held, "free": pack(self.free)} if self.chose_free else held
 
     def restore(self, parts: Mapping[str, Tensor]) -> None:
-        size = packed_size(self.weight.shape.numel())
+        size, name = packed_size(self.weight.shape.numel()), self.weight.name
         if "mask" not in parts or tuple(parts["mask"].shape) != (size,):
-            raise CorruptError(f"{self.weight.name!r} should have a mask of {size} bytes; the file is not usable")
-        own = unpack(parts["mask"], self.weight.shape).to(self.free.device)
-        expect({"mask": (size,), "values": (int(own.sum()),)}, parts)
-        if (own & ~self.free).any():
-            raise CorruptError(f"{self.weight.name!r} owns weights that an earlier task holds; the file is not usable")
-        values = torch.zeros(self.weight.shape, device=own.device)
+            raise CorruptError(f"{name!r} should have a mask of {size} bytes; the file is not usable")
+        own = self._placed(parts["mask"])
+        masks = {"mask": (size,), "free": (size,)} if self.chose_free else {"mask": (size,)}
+        expect({**masks, "values": (int(own.sum()),)}, parts)
+        free = self._placed(parts["free"]) if self.chose_free else self.free
+        if (own & ~free).any():
+            raise CorruptError(f"{name!r} owns weights that an earlier task holds; the file is not usable")
+        values = torch.zeros_like(self.values)
         values[own] = parts["values"].to(own.device)
-        self.own, self.values = own, nn.Parameter(values)
+        self.own, self.free, self.values = own, free, nn.Parameter(values)
         self.freeze()
+
+    def _placed(self, packed: Tensor) -> Tensor:
+        return strided_like(self.free, unpack(packed, self.weight.shape).to(self.free.device))
 
 
 def largest(magnitude: Tensor, count: int) -> Tensor:
@@ -88,13 +106,15 @@ def largest(magnitude: Tensor, count: int) -> Tensor:
 def packed(
     weight: Weight, tensor: Tensor, options: PacknetOptions, rng: torch.Generator | None, before: Transform | None
 ) -> Packed:
-    wide = tensor.to(torch.float32)
+    blank = torch.zeros_like(tensor, dtype=torch.float32)
     if isinstance(before, Packed):
-        return Packed(weight, before.forward(wide).detach(), before.left(), torch.zeros_like(wide))
+        if options.base:
+            raise TaskError("base=True is for PackNet's first task; there is an earlier one to stand on")
+        return Packed(weight, before.forward(widened(tensor)).detach(), before.left(), blank)
     if options.base:
-        return Packed(weight, torch.zeros_like(wide), torch.ones_like(wide, dtype=torch.bool), wide.clone())
-    kept = largest(wide.abs(), round(wide.numel() * options.keep))
-    return Packed(weight, wide * kept, ~kept, torch.zeros_like(wide))
+        return Packed(weight, None, torch.ones_like(tensor, dtype=torch.bool), blank.copy_(tensor))
+    kept = largest(tensor.abs(), round(tensor.numel() * options.keep))
+    return Packed(weight, None, strided_like(tensor, ~kept), blank)
 
 
 def refuse_full_network(built: Mapping[str, Transform]) -> None:

@@ -1,6 +1,7 @@
 """The one registry of methods, and how a method becomes a task."""
 
 import difflib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
@@ -23,10 +24,20 @@ class Options:
     own: tuple[str, ...] = ()
     """Patterns of further tensors to own outright, for example ("*.bias",)."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.norms, bool):
+            raise TaskError(f"norms={self.norms!r}: give True or False")
+        if not isinstance(self.own, tuple) or not all(isinstance(pattern, str) for pattern in self.own):
+            raise TaskError(f"own={self.own!r}: give a list of patterns, for example ['*.bias']")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
 
 @dataclass(frozen=True)
 class Phase:
-    """One stretch of a method's training: prune first, then train; epochs and rate None means what the protocol says."""
+    """One stretch of training: prune first, then train; epochs and rate None means what the protocol says."""
 
     epochs: int | None = None
     rate: float | None = None
@@ -64,6 +75,8 @@ class Method:
                 close = difflib.get_close_matches(name, known, 1)
                 hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(known))}"
                 raise TaskError(f"method {self.name!r} has no option {name!r}; {hint}")
+        if isinstance(given.get("own"), str):
+            given = {**given, "own": (given["own"],)}  # one pattern; its letters would be patterns too
         changes: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
         return replace(self.options, **changes)
 
@@ -95,8 +108,10 @@ def transforms(
     """A new task's transforms, one for each weight that the method takes."""
     if method.build is None:
         return {}
-    built = {}
+    built, outright = {}, owned_names(method, anatomy, options)
     for name, weight in anatomy.weights.items():
+        if name in outright:
+            continue
         transform = method.build(weight, anatomy.tensor(name).detach(), options, rng, before.get(name))
         if transform is not None:
             built[name] = transform
@@ -105,19 +120,25 @@ def transforms(
     return built
 
 
-def owned(method: Method, anatomy: Anatomy, options: Options) -> dict[str, Tensor]:
-    """Copies of the backbone's tensors that a new task starts from, head apart."""
-    head = set(anatomy.head_names())
-    chosen = {name for names in anatomy.norms.values() for name in names} if options.norms else set()
-    if method.owns_everything:
-        chosen = set(anatomy.places)
+def owned_names(method: Method, anatomy: Anatomy, options: Options) -> set[str]:
+    """The tensors that a task has outright, head apart: no transform takes those."""
+    norms = {name for names in anatomy.norms.values() for name in names}
+    chosen = set(anatomy.places) - norms if method.owns_everything else set()
+    if options.norms:
+        chosen |= norms
     for pattern in options.own:
         found = {name for name in anatomy.places if fnmatchcase(name, pattern)}
         if not found:
             raise TaskError(f"own={pattern!r} matches no tensor of the backbone; `bitgraft anatomy` lists their names")
         chosen |= found
+    return chosen - set(anatomy.head_names())
+
+
+def owned(method: Method, anatomy: Anatomy, options: Options) -> dict[str, Tensor]:
+    """Copies of the backbone's tensors that a new task starts from, head apart."""
+    chosen = owned_names(method, anatomy, options)
     parameters = {name for name, _ in anatomy.backbone.named_parameters()}
-    return {n: own_copy(anatomy.tensor(n), n in parameters) for n in anatomy.places if n in chosen and n not in head}
+    return {name: own_copy(anatomy.tensor(name), name in parameters) for name in anatomy.places if name in chosen}
 
 
 def own_copy(tensor: Tensor, learned: bool) -> Tensor:
