@@ -48,9 +48,9 @@ def logits(output: Any) -> Tensor:
         return output
     if hasattr(output, "logits"):
         return logits(output.logits)
-    if isinstance(output, dict):
+    if isinstance(output, dict) and output:
         return logits(next(iter(output.values())))
-    if isinstance(output, Sequence) and output:
+    if isinstance(output, list | tuple) and output:
         return logits(output[0])
     raise BackboneError(f"the backbone returned a {type(output).__name__}, with no tensor of scores in it")
 

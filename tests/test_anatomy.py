@@ -1,0 +1,374 @@
+import pytest
+import timm
+import torch
+from tiny import Tiny, batch, run, snapshot, tiny
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+from bitgraft import BackboneError, Network, read_anatomy, resnet26, wide_resnet
+from bitgraft.errors import TaskError
+
+
+def layered(*layers):
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+
+
+def facts(anatomy):
+    return {name: (weight.feeds, weight.scale_free) for name, weight in anatomy.weights.items()}
+
+
+# what feeds a norm
+
+
+def test_a_convolution_that_feeds_only_a_batch_norm_is_scale_free_even_with_a_bias():
+    net = layered(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, bias=False), nn.BatchNorm2d(4))
+    assert facts(read_anatomy(net)) == {"0.weight": ("1", True), "3.weight": ("4", True)}
+
+
+@pytest.mark.parametrize("norm", [nn.GroupNorm(2, 4), nn.LayerNorm([4, 8, 8])])
+@pytest.mark.parametrize("bias", [True, False])
+def test_layer_and_group_norm_undo_a_scale_only_where_there_is_no_bias(norm, bias):
+    net = layered(nn.Conv2d(3, 4, 3, padding=1, bias=bias), norm)
+    assert facts(read_anatomy(net, example=(1, 3, 8, 8))) == {"0.weight": ("1", not bias)}
+
+
+def test_instance_norm_undoes_a_scale_and_a_bias():
+    net = layered(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True))
+    assert facts(read_anatomy(net)) == {"0.weight": ("1", True)}
+
+
+def test_a_frozen_batch_norm_undoes_nothing():
+    net = layered(nn.Conv2d(3, 4, 3, bias=False), timm.layers.FrozenBatchNormAct2d(4))
+    assert facts(read_anatomy(net)) == {"0.weight": ("1", False)}
+
+
+def test_what_lies_between_a_layer_and_a_norm_parts_them():
+    net = layered(
+        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.MaxPool2d(2), nn.BatchNorm2d(4)
+    )
+    assert facts(read_anatomy(net)) == {"0.weight": (None, False), "3.weight": (None, False)}
+
+
+class Residual(nn.Module):
+    """A pre-activation block: what the convolution gives goes into the norm, and past it."""
+
+    def __init__(self, around: bool) -> None:
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.Linear(4, 2)
+        self.around = around
+
+    def forward(self, x):
+        y = self.conv(x)
+        z = F.relu(self.norm(y))
+        return self.fc((z + y if self.around else z).mean((2, 3)))
+
+
+def test_a_residual_around_the_norm_takes_the_same_tensor_so_its_scale_is_not_undone():
+    assert facts(read_anatomy(Residual(around=False))) == {"conv.weight": ("norm", True)}
+    assert facts(read_anatomy(Residual(around=True))) == {"conv.weight": (None, False)}
+
+
+class Early(Residual):
+    def forward(self, x):
+        y = self.conv(x)
+        return self.fc(F.relu(self.norm(y)).mean((2, 3))), y
+
+
+def test_a_tensor_that_the_network_also_gives_out_is_not_scale_free():
+    assert facts(read_anatomy(Early(around=False))) == {"conv.weight": (None, False)}
+
+
+def test_a_wide_resnets_last_convolutions_add_up_before_their_norm():
+    weights = read_anatomy(wide_resnet(10, 1, 5)).weights
+    assert {name for name, w in weights.items() if w.scale_free} == {
+        "conv1.weight",
+        *(f"stages.{i}.0.conv1.weight" for i in range(3)),
+    }
+
+
+def test_every_convolution_of_resnet26_feeds_a_norm():
+    anatomy = read_anatomy(resnet26(5, 0.25))
+    assert all(weight.scale_free for weight in anatomy.weights.values())
+    assert len(anatomy.weights) == 25
+    assert len(anatomy.norms) == 26
+
+
+def test_attention_projections_are_weights_and_never_scale_free():
+    anatomy = read_anatomy(Encoder())
+    assert list(anatomy.weights) == [
+        "embed.weight",
+        "encoder.self_attn.in_proj_weight",
+        "encoder.self_attn.out_proj.weight",
+        "encoder.linear1.weight",
+        "encoder.linear2.weight",
+    ]
+    assert not any(weight.scale_free for weight in anatomy.weights.values())
+    assert anatomy.weights["encoder.self_attn.in_proj_weight"].shape == (24, 8)
+
+
+class Encoder(nn.Module):
+    input_size = (5, 6)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 8)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.fc(self.encoder(self.embed(x)).mean(1))
+
+
+# order and ties
+
+
+class Backwards(nn.Module):
+    """Holds its layers in the order opposite to that in which they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+        self.third, self.second, self.first = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.fc(self.third(self.second(self.first(x)).relu()).relu())
+
+
+def test_weights_come_in_the_order_in_which_they_run():
+    expected = ["first.weight", "second.weight", "third.weight"]
+    assert list(read_anatomy(Backwards(), example=(1, 3)).weights) == expected
+    assert list(read_anatomy(Backwards(), example=(1, 3), transform="*.weight").weights) == expected
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 3, 3, padding=1, bias=False), nn.Conv2d(3, 3, 3, padding=1, bias=False)
+        self.b.weight = self.a.weight
+        self.norm, self.fc = nn.BatchNorm2d(3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.fc(self.b(self.norm(self.a(x)).relu()).mean((2, 3)))
+
+
+def test_a_tied_weight_is_one_weight_and_scale_free_only_where_every_use_is():
+    anatomy = read_anatomy(Tied())
+    assert facts(anatomy) == {"a.weight": (None, False)}
+    assert anatomy.places["a.weight"] == [("a", "weight"), ("b", "weight")]
+
+
+def test_a_task_on_a_tied_weight_replaces_it_in_every_place():
+    torch.manual_seed(0)
+    backbone = Tied().eval()
+    net, x = Network(backbone), batch()
+    task = net.add_task("t", classes=2, method="finetune")
+    with torch.no_grad():
+        for parameter in task.parameters():
+            parameter.mul_(1.5)
+    plain = net.export("t")
+    assert plain.a.weight is plain.b.weight
+    assert torch.equal(plain.a.weight, 1.5 * backbone.a.weight)
+    assert torch.equal(run(net, x, task="t"), run(plain, x))
+
+
+# the head
+
+
+def test_the_head_is_the_linear_layer_whose_output_comes_out():
+    anatomy = read_anatomy(tiny())
+    assert (anatomy.head, anatomy.head_known, anatomy.features) == ("fc", True, 8)
+    assert anatomy.head_names() == ["fc.weight", "fc.bias"]
+    assert "fc.weight" not in anatomy.weights
+
+
+def test_a_head_is_found_through_a_view_of_its_output():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 2, 1), nn.Flatten())
+    anatomy = read_anatomy(net)
+    assert (anatomy.head, anatomy.features) == ("3", 4)
+
+
+def test_timms_features_backbone_has_no_head_and_says_so():
+    anatomy = read_anatomy(timm.create_model("resnet10t", num_classes=0), example=(1, 3, 32, 32))
+    assert (anatomy.head, anatomy.head_known, anatomy.features) == (None, True, 512)
+
+
+@pytest.mark.parametrize("ending", [nn.ReLU(inplace=True), nn.Softmax(1), nn.Sigmoid()])
+def test_an_activation_behind_the_last_layer_hides_the_head(ending):
+    net = Network(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2), ending))
+    assert (net.anatomy.head, net.anatomy.head_known) == (None, False)
+    for head in ("auto", None, nn.Linear(4, 2)):
+        with pytest.raises(
+            BackboneError, match=r"its last linear layers are '0', '2'.*Network\(backbone, head=\.\.\.\)"
+        ):
+            net.add_task("t", classes=None if head is None else 2, head=head)
+    assert net.add_task("kept", head="keep").name == "kept"
+
+
+# overriding
+
+
+def test_patterns_choose_weights_norms_and_what_is_scale_free():
+    anatomy = read_anatomy(
+        tiny(), transform=["stem.*", "*wise.weight"], skip="depth*", norms="norm2", scale_free="point*"
+    )
+    assert list(anatomy.weights) == ["stem.weight", "pointwise.weight"]
+    assert {n: w.scale_free for n, w in anatomy.weights.items()} == {"stem.weight": False, "pointwise.weight": True}
+    assert list(anatomy.norms) == ["norm2"]
+    assert set(anatomy.norms["norm2"]) == {
+        f"norm2.{n}" for n in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    }
+
+
+def test_a_pattern_for_everything_leaves_the_head_out():
+    assert list(read_anatomy(tiny(), transform="*").weights) == ["stem.weight", "depthwise.weight", "pointwise.weight"]
+
+
+def test_the_head_can_be_named_or_denied():
+    named = read_anatomy(tiny(), head="pointwise")
+    assert (named.head, named.features) == ("pointwise", 8)
+    assert "fc.weight" in named.weights
+    denied = read_anatomy(tiny(), head=None)
+    assert (denied.head, denied.head_known, denied.features) == (None, True, 6)
+    assert "fc.weight" in denied.weights
+
+
+@pytest.mark.parametrize("what", ["transform", "skip", "norms", "scale_free"])
+def test_a_pattern_that_matches_nothing_is_refused(what):
+    with pytest.raises(BackboneError, match=rf"{what}='layer9\.\*' matches nothing in the backbone; names look like"):
+        read_anatomy(tiny(), **{what: ["layer9.*"]})
+
+
+def test_a_head_that_is_not_there_is_refused():
+    with pytest.raises(BackboneError, match=r"no layer 'classifier' with weights to be its head.*'fc'"):
+        read_anatomy(tiny(), head="classifier")
+
+
+def test_what_tasks_share_untouched_is_listed():
+    assert read_anatomy(tiny()).outside == ("pointwise.bias",)
+
+
+# backbones that cannot be read
+
+
+class Picky(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 2)
+
+    def forward(self, x):
+        if x.shape != (2, 7, 3):
+            raise RuntimeError("I only take (2, 7, 3)")
+        return self.fc(x)
+
+
+def test_a_backbone_that_cannot_be_run_asks_for_an_example():
+    with pytest.raises(BackboneError, match=r"Picky could not be run.*I only take.*Network\(backbone, example="):
+        Network(Picky())
+    assert Network(Picky(), example=(2, 7, 3)).anatomy.head == "fc"
+    assert Network(Picky(), example=torch.zeros(2, 7, 3)).anatomy.head == "fc"
+
+
+class Uncopyable(Tiny):
+    def __deepcopy__(self, memo):
+        raise TypeError("cannot pickle a socket")
+
+
+def lazy():
+    return nn.Sequential(nn.LazyConv2d(4, 3), nn.Flatten())
+
+
+def integer():
+    layer = nn.Linear(3, 2)
+    layer.weight = nn.Parameter(torch.ones(2, 3, dtype=torch.int8), requires_grad=False)
+    layer.forward = lambda x: x @ layer.weight.to(x.dtype).T
+    return nn.Sequential(layer, nn.ReLU(), nn.Linear(2, 2))
+
+
+def scripted():
+    return torch.jit.trace(tiny(), batch())
+
+
+REFUSED = {
+    "script": (scripted, "TorchScript module.*pass the Python module"),
+    "compiled": (lambda: torch.compile(tiny(), backend="eager"), "already compiled: pass the plain module"),
+    "parallel": (lambda: nn.DataParallel(tiny()), r"parallel training: pass `backbone\.module`"),
+    "parametrized": (
+        lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 2))),
+        "layer '0' computes its weight with a parametrization.*remove_parametrizations",
+    ),
+    "lazy": (lazy, r"'0\.weight' is lazy and has no shape yet: run the backbone once"),
+    "integer": (integer, r"'0\.weight' is of type torch\.int8.*before quantisation"),
+    "uncopyable": (Uncopyable, r"Uncopyable cannot be copied \(TypeError: cannot pickle a socket\).*deepcopy"),
+    "weightless": (nn.ReLU, "ReLU has no weights"),
+    "name": (lambda: "resnet50", r"a torch\.nn\.Module, not a str: build it first"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_a_backbone_gets_a_sentence_of_its_own(case):
+    make, sentence = REFUSED[case]
+    with pytest.raises(BackboneError, match=sentence):
+        Network(make())
+
+
+def test_a_backbone_that_returns_no_tensor_is_refused():
+    class Odd(Tiny):
+        def forward(self, x):
+            super().forward(x)
+            return "done"
+
+    with pytest.raises(BackboneError, match="returned a str, with no tensor of scores"):
+        read_anatomy(Odd())
+
+
+class Counting(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_reading_a_backbone_changes_nothing_in_it():
+    backbone = Counting().train()
+    backbone.norm1.eval()
+    before = snapshot(backbone)
+    read_anatomy(backbone)
+    assert snapshot(backbone) == before
+
+
+def test_the_size_that_timm_states_is_only_a_first_guess():
+    anatomy = read_anatomy(timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1))
+    assert anatomy.head == "head"
+
+
+def test_a_backbone_without_values_can_be_read_but_not_fingerprinted():
+    with torch.device("meta"):
+        backbone = Tiny()
+    net = Network(backbone)
+    assert list(net.anatomy.weights) == ["stem.weight", "depthwise.weight", "pointwise.weight"]
+    with pytest.raises(BackboneError, match="has a shape but no values"):
+        _ = net.fingerprint
+
+
+def test_the_fingerprint_leaves_the_head_out_and_nothing_else():
+    first = read_anatomy(tiny()).fingerprint()
+    for name, changes in [
+        ("fc.weight", False),
+        ("stem.weight", True),
+        ("norm1.running_var", True),
+        ("pointwise.bias", True),
+    ]:
+        backbone = tiny()
+        with torch.no_grad():
+            {**dict(backbone.named_parameters()), **dict(backbone.named_buffers())}[name].mul_(1.01)
+        assert (read_anatomy(backbone).fingerprint() != first) is changes, name
+
+
+def test_active_must_be_a_number_of_tasks():
+    with pytest.raises(TaskError, match="active=0"):
+        Network(tiny(), active=0)
