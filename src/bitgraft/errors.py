@@ -5,6 +5,8 @@
     ├── TaskError              a task's name, classes, head or options do not fit
     │   ├── UnknownTaskError   no task of that name
     │   └── NoFreeWeightsError PackNet has no weights left for a further task
+    ├── TrainingError          training cannot start, or cannot go on
+    ├── StoreError             a folder is no store, or of another backbone
     ├── DataError              images, labels or splits are missing, unreadable or do not fit together
     └── ArchiveError           a task file is refused
         ├── CorruptError       truncated, changed, or not a task file at all
@@ -38,7 +40,15 @@ class NoFreeWeightsError(TaskError):
     pass
 
 
+class TrainingError(BitgraftError, RuntimeError):
+    pass
+
+
 class DataError(BitgraftError, ValueError):
+    pass
+
+
+class StoreError(BitgraftError, ValueError):
     pass
 
 

@@ -1,0 +1,95 @@
+"""How a task is trained, as plain data: a dataclass, the protocols of the paper, and one for a CPU and minutes."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+from bitgraft.errors import TrainingError
+
+ROLES = ("scores", "k", "weights", "norms", "head")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Rates and optimisers go by role: R (`scores`), `k`, `norms`, `head`, and `weights` for the rest."""
+
+    epochs: int = 30
+    batch: int = 32
+    """Images per optimiser step, over all processes."""
+    accumulate: int = 1
+    """A step's batch is run in so many parts."""
+    rates: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(ROLES, 1e-4) | {"head": 1e-3})
+    optimizers: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(ROLES, "adam") | {"head": "sgd"})
+    momentum: float = 0.9
+    eps: float = 1e-8
+    weight_decay: Mapping[str, float] = field(default_factory=dict)
+    """By role; decoupled from the rate's moments for Adam (as AdamW does)."""
+    schedule: Literal["step", "cosine", "constant"] = "step"
+    drop_after: int | None = 15
+    """Epochs after which the step schedule divides every rate by ten."""
+    warmup: float = 0.0
+    """Epochs over which rates rise from zero."""
+    label_smoothing: float = 0.0
+    class_weights: Literal["balanced"] | tuple[float, ...] | None = None
+    head_start: bool = False
+    """Fit the head on cached features of the task as it starts, before anything else learns."""
+    patience: int | None = None
+    """Stop after so many epochs without a better validation accuracy."""
+    keep: Literal["last", "best"] = "last"
+    """Which epoch the task ends as: the last, or the best on validation."""
+    size: int | None = None
+    """Pixels of a square input; by default the backbone's own."""
+    resize: int | None = None
+    """Pixels of the shorter side before the crop."""
+    crop: Literal["random", "random-resized", "none"] = "random"
+    flip: bool | None = None
+    """Mirror images at random; by default as the data set allows."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch", "accumulate"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise TrainingError(f"{name}={value!r}: give a whole number from 1 on")
+        for name in ("rates", "optimizers", "weight_decay"):
+            stray = set(getattr(self, name)) - set(ROLES)
+            if stray:
+                raise TrainingError(f"{name} names the role {sorted(stray)[0]!r}; roles are {', '.join(ROLES)}")
+        for role, kind in self.optimizers.items():
+            if kind not in ("adam", "sgd"):
+                raise TrainingError(f"the optimiser of {role!r} is {kind!r}: choose 'adam' or 'sgd'")
+        if any(rate < 0 for rate in self.rates.values()):
+            raise TrainingError(f"rates must not be negative: {dict(self.rates)}")
+
+    def changed(self, **changes: Any) -> "Config":
+        """A copy with some fields set; mappings by role take in what is given and keep the rest."""
+        known = {f.name for f in fields(self)}
+        for name, value in changes.items():
+            if name not in known:
+                close = difflib.get_close_matches(name, known, 1)
+                raise TrainingError(
+                    f"there is no setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+                )
+            if isinstance(value, Mapping):
+                changes[name] = {**getattr(self, name), **value}
+        return replace(self, **changes)
+
+
+IMAGENET_TO_SKETCH = Config(size=224, crop="random-resized")
+DECATHLON = Config(epochs=60, drop_after=45, size=64, resize=72)
+QUICK = Config(
+    epochs=12,
+    rates={"scores": 1e-4, "k": 3e-3, "weights": 1e-3, "norms": 1e-3, "head": 1e-3},
+    optimizers=dict.fromkeys(ROLES, "adam"),
+    schedule="cosine",
+    drop_after=None,
+    head_start=True,
+)
+PRESETS = {"quick": QUICK, "imagenet-to-sketch": IMAGENET_TO_SKETCH, "decathlon": DECATHLON}
+
+
+def preset(name: str) -> Config:
+    if name not in PRESETS:
+        raise TrainingError(f"there is no preset {name!r}; known are {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,74 @@
+"""What a process trains: tasks and nothing else, so that only what they learn is reduced between processes."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bitgraft.errors import TrainingError
+from bitgraft.network import Network
+from bitgraft.tracing import logits
+
+Loss = Callable[[Any, Any], Tensor]
+"""(what the network gives, what the data says) -> the mean loss of a batch."""
+
+
+class Learner(nn.Module):
+    """Tasks as the only children; the network is held out of sight of whoever collects parameters."""
+
+    def __init__(self, net: Network, names: list[str]) -> None:
+        super().__init__()
+        self.tasks = nn.ModuleList(net.tasks[name] for name in names)
+        self._net = (net,)
+
+    def forward(self, images: Tensor, task: str) -> Any:
+        return self._net[0](images, task=task)
+
+
+class Objective:
+    """Cross entropy with its usual options, or a loss of the user's own; always the sum over a batch."""
+
+    def __init__(
+        self,
+        loss: Loss | None,
+        label_smoothing: float,
+        weights: dict[str, Tensor | None],
+        outputs: Mapping[str, int | None],
+    ) -> None:
+        self.loss, self.label_smoothing, self.weights, self.outputs = loss, label_smoothing, weights, outputs
+
+    def __call__(self, task: str, output: Any, target: Any) -> Tensor:
+        if self.loss is not None:
+            return self.loss(output, target) * len(target)
+        scores = logits(output)
+        return F.cross_entropy(
+            scores.float(), target, self.weights[task], label_smoothing=self.label_smoothing, reduction="sum"
+        )
+
+    def correct(self, output: Any, target: Any) -> Tensor:
+        """How many answers are right; none are where the loss is the user's own."""
+        if self.loss is not None:
+            return torch.zeros((), device=target.device)
+        right: Tensor = (logits(output).argmax(1) == target).sum()
+        return right
+
+    def check(self, task: str, target: Any, where: str) -> None:
+        """Refuse labels that the head has no output for, while they are still on the CPU."""
+        outputs = self.outputs[task]
+        if self.loss is not None or outputs is None or not isinstance(target, Tensor) or not target.numel():
+            return
+        low, high = int(target.min()), int(target.max())
+        if low < 0 or high >= outputs:
+            label = low if low < 0 else high
+            raise TrainingError(
+                f"{where} has the label {label}, but task {task!r} has {outputs} classes, numbered from 0: "
+                "add the task with as many classes as the data has"
+            )
+
+
+def balanced(labels: Tensor, classes: int) -> Tensor:
+    """Weights inverse to how often a class comes, with mean one over the images."""
+    counts = torch.bincount(labels, minlength=classes).clamp(min=1)
+    return labels.numel() / (classes * counts.float())

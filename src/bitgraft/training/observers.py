@@ -1,0 +1,40 @@
+"""Whoever watches a run: told of its start, steps, epochs and end."""
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+from bitgraft.files import write_atomically
+
+
+class Observer(Protocol):
+    def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None: ...
+
+    def step(self, epoch: int, step: int, images: int) -> None: ...
+
+    def epoch(self, record: dict[str, Any]) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class JsonLines:
+    """One line of JSON for each epoch. A resumed run leaves the same file as an uninterrupted one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records: list[dict[str, Any]] = []
+
+    def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
+        if done_epochs and self.path.exists():
+            lines = self.path.read_text().splitlines()
+            self.records = [json.loads(line) for line in lines[:done_epochs]]
+
+    def step(self, epoch: int, step: int, images: int) -> None:
+        pass
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+        write_atomically(self.path, "".join(json.dumps(r) + "\n" for r in self.records).encode())
+
+    def end(self) -> None:
+        pass

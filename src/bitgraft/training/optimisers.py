@@ -1,0 +1,56 @@
+"""Optimisers by role, and rates by step."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from bitgraft.methods.registry import Phase
+from bitgraft.training.config import Config
+
+
+def build(learned: Iterable[tuple[str, nn.Parameter]], config: Config, phase: Phase) -> list[torch.optim.Optimizer]:
+    """One optimiser of each kind that the configuration names, with a group for each role."""
+    groups: dict[str, dict[str, list[nn.Parameter]]] = {}
+    for role, parameter in learned:
+        held = groups.setdefault(config.optimizers[role], {}).setdefault(role, [])
+        if not any(parameter is other for other in held):
+            held.append(parameter)
+    built: list[torch.optim.Optimizer] = []
+    for kind, roles in groups.items():
+        settings = [
+            {
+                "params": parameters,
+                "lr": phase.rate if phase.rate is not None else config.rates[role],
+                "weight_decay": config.weight_decay.get(role, 0.0),
+            }
+            for role, parameters in roles.items()
+        ]
+        if kind == "adam":
+            built.append(torch.optim.AdamW(settings, eps=config.eps))
+        else:
+            built.append(torch.optim.SGD(settings, momentum=config.momentum))
+    for optimizer in built:
+        for group in optimizer.param_groups:
+            group["base"] = group["lr"]
+    return built
+
+
+def rate_factor(config: Config, phase: Phase, step: int, steps_per_epoch: int, epochs: int) -> float:
+    """What every rate is multiplied by at a step of a phase."""
+    warm = config.warmup * steps_per_epoch
+    if step < warm:
+        return (step + 1) / warm
+    drop_after = phase.drop_after if phase.rate is not None else config.drop_after
+    if phase.rate is not None or config.schedule == "step":
+        return 0.1 if drop_after is not None and step >= drop_after * steps_per_epoch else 1.0
+    if config.schedule == "constant":
+        return 1.0
+    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1.0, epochs * steps_per_epoch - warm)))
+
+
+def set_rates(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["base"] * factor
