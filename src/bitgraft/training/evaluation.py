@@ -58,3 +58,13 @@ def evaluate(
     held.train(was_training)
     loss_sum, right_sum, count = accelerator.reduce(sums, "sum").tolist()
     return {"loss": loss_sum / count, "accuracy": right_sum / count}
+
+
+def score(net: Network, task: str, data: Any, *, batch: int = 128, workers: int = 0) -> dict[str, float]:
+    """Loss and accuracy of a task on a Dataset of (image, label)."""
+    classes = net.tasks[task].classes
+    objective = Objective(None, 0.0, {task: None}, {task: len(classes) if classes is not None else None})
+    accelerator = Accelerator()
+    share = Batches(len(data), batch, None, accelerator.process_index, accelerator.num_processes)
+    net.to(accelerator.device)
+    return evaluate(net, task, Loader(data, share, workers, accelerator.device.type == "cuda"), objective, accelerator)
