@@ -1,0 +1,190 @@
+"""What is in a task file, in numbers: density and k per layer, bytes by kind. No backbone is needed.
+
+Layers are listed by name in natural order (layer2 before layer10): a file does not say in what order they run.
+A file holds a mask's bytes but not the weight's shape, so counts of weights are rounded up to a multiple of eight.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from bitgraft.archive import HEAD, Archive, read_archive
+from bitgraft.masks import ones
+
+KINDS = ("masks", "k", "weights", "norms", "statistics", "head", "header")
+STATISTICS = ("running_mean", "running_var")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One k of a layer; low and high differ where each output channel has its own."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a task does to one weight."""
+
+    name: str
+    weights: int
+    """How many a mask covers; 0 without a mask."""
+    ones: int
+    """How many bits of the mask are set."""
+    k: tuple[Spread, ...]
+    """k0..k3; empty for other methods."""
+    values: int
+    """Numbers stored besides: an adapter's, P's, a PackNet task's own weights."""
+    bytes: int
+
+    @property
+    def density(self) -> float | None:
+        """The share of ones."""
+        return self.ones / self.weights if self.weights else None
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A task file, read."""
+
+    archive: Archive
+    layers: tuple[Layer, ...]
+    bytes: dict[str, int]
+    """By kind: masks, k, other weights, norm layers, their running statistics, the head, the file's header."""
+
+    @property
+    def size(self) -> int:
+        return sum(self.bytes.values())
+
+    @property
+    def weights(self) -> int:
+        return sum(layer.weights for layer in self.layers)
+
+    @property
+    def density(self) -> float | None:
+        return sum(layer.ones for layer in self.layers) / self.weights if self.weights else None
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """All that the file takes, head apart, for each weight under a mask."""
+        return 8 * (self.size - self.bytes["head"]) / self.weights if self.weights else None
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        card = self.archive.card
+        return {
+            "name": card.name,
+            "method": card.method,
+            "options": dict(card.options),
+            "head": card.head,
+            "classes": None if card.classes is None else list(card.classes),
+            "preprocessing": dict(card.preprocessing),
+            "metrics": dict(self.archive.metrics),
+            "backbone": self.archive.backbone,
+            "leans_on": list(card.leans_on),
+            "size": self.size,
+            "bytes": dict(self.bytes),
+            "weights": self.weights,
+            "density": self.density,
+            "bits_per_weight": self.bits_per_weight,
+            "layers": [_plain_layer(layer) for layer in self.layers],
+        }
+
+
+def inspect_file(path: str | Path) -> Inspection:
+    """Read and check a task file, and count what is in it."""
+    archive = read_archive(path)
+    return inspect_archive(archive, Path(path).stat().st_size)
+
+
+def inspect_archive(archive: Archive, size: int) -> Inspection:
+    """Count what is in an archive that takes `size` bytes as a file."""
+    layers = [_layer(name, parts) for name, parts in archive.parts().items()]
+    taken = dict.fromkeys(KINDS, 0)
+    head = _head_layer(archive)
+    for key, tensor in archive.tensors.items():
+        taken[_kind(key, archive, head)] += tensor.nbytes
+    taken["header"] = size - sum(taken.values())
+    return Inspection(archive, tuple(sorted(layers, key=lambda layer: natural(layer.name))), taken)
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts numbers in names by value."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
+
+
+def _layer(name: str, parts: dict[str, Tensor]) -> Layer:
+    mask, k = parts.get("mask"), parts.get("k")
+    values = [tensor.numel() for part, tensor in parts.items() if part not in ("mask", "free", "k")]
+    return Layer(
+        name=name,
+        weights=0 if mask is None else 8 * mask.numel(),
+        ones=0 if mask is None else ones(mask),
+        k=() if k is None else tuple(_spread(row) for row in k),
+        values=sum(values),
+        bytes=sum(tensor.nbytes for tensor in parts.values()),
+    )
+
+
+def _spread(k: Tensor) -> Spread:
+    return Spread(k.mean().item(), k.min().item(), k.max().item())
+
+
+def _kind(key: str, archive: Archive, head: str | None) -> str:
+    name, colon, part = key.partition(":")
+    layer, _, last = name.rpartition(".")
+    if key.startswith(HEAD) or (head is not None and layer == head):
+        return "head"
+    if colon:
+        return {"mask": "masks", "free": "masks", "k": "k"}.get(part, "weights")
+    if last in STATISTICS:
+        return "statistics"
+    return "norms" if _in_norm(layer, last, archive) else "weights"
+
+
+def _in_norm(layer: str, last: str, archive: Archive) -> bool:
+    """A file does not say what a layer is; a norm's tensors are vectors, and so is its weight if it has one."""
+    weight = archive.tensors.get(f"{layer}.weight")
+    return archive.tensors[f"{layer}.{last}" if layer else last].dim() <= 1 and weight is not None and weight.dim() <= 1
+
+
+def _head_layer(archive: Archive) -> str | None:
+    """The backbone's own last layer, where the task has other tensors for it: a matrix with one row per class."""
+    classes = archive.card.classes
+    if archive.card.head != "classes" or classes is None:
+        return None
+    rows = {
+        key.rpartition(".")[0]: tensor
+        for key, tensor in archive.tensors.items()
+        if key.endswith(".weight") and tensor.dim() >= 2 and tensor.shape[0] == len(classes)
+    }
+    named = [name for name in rows if re.search(r"fc|head|classifier|logits|output", name.rpartition(".")[2])]
+    matrices = [name for name, tensor in rows.items() if tensor.dim() == 2]
+    found = named or matrices or list(rows)
+    return sorted(found, key=natural)[-1] if found else None
+
+
+def _plain_layer(layer: Layer) -> dict[str, Any]:
+    spreads = {
+        f"k{i}": {"mean": _finite(k.mean), "low": _finite(k.low), "high": _finite(k.high)}
+        for i, k in enumerate(layer.k)
+    }
+    return {
+        "name": layer.name,
+        "weights": layer.weights,
+        "ones": layer.ones,
+        "density": layer.density,
+        **spreads,
+        "values": layer.values,
+        "bytes": layer.bytes,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no NaN
