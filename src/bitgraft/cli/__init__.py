@@ -1,0 +1,1 @@
+"""The command line: one thin file per command, none of which loads torch before it runs."""

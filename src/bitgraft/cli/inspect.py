@@ -1,0 +1,107 @@
+"""`bitgraft inspect`: what is in a task file."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bitgraft.cli.output import megabytes, show, show_json, table
+
+if TYPE_CHECKING:
+    from bitgraft.analysis import Inspection, Layer, Spread
+
+TRY = """\b
+Try:
+  bitgraft inspect flowers.safetensors
+  bitgraft inspect flowers.safetensors --json"""
+
+HEADS = {
+    "classes": "a classifier in place of the backbone's",
+    "linear": "a linear layer behind the backbone",
+    "module": "a module of the user's",
+    "keep": "the backbone's own",
+    "none": "none, features come out",
+}
+
+
+def inspect(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A task file. Its backbone is not needed.")],
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """Show what is in a task file.
+
+    Its method, classes and size, bits per weight, and the share of ones and k of each layer.
+    """
+    from bitgraft.analysis import inspect_file
+
+    found = inspect_file(file)
+    if as_json:
+        show_json(found.plain())
+    else:
+        _show(found)
+
+
+def _show(found: "Inspection") -> None:
+    parts: list[Any] = [table(["task", found.archive.card.name], _facts(found))]
+    if found.layers:
+        parts += [table(*_layers(found)), "Layers are sorted by name; the file does not say in what order they run."]
+    show(*parts)
+
+
+def _facts(found: "Inspection") -> list[tuple[str, str]]:
+    card, metrics = found.archive.card, found.archive.metrics
+    by_kind = ", ".join(f"{kind} {megabytes(size)}" for kind, size in found.bytes.items() if size)
+    facts = [
+        ("method", card.method),
+        ("options", _pairs(card.options)),
+        ("head", HEADS[card.head]),
+        ("classes", _classes(card.classes)),
+        ("preprocessing", _pairs(card.preprocessing)),
+        ("metrics", _pairs(metrics)),
+        ("backbone fingerprint", found.archive.backbone),
+        ("builds on", ", ".join(card.leans_on)),
+        ("size", f"{megabytes(found.size)}: {by_kind}"),
+    ]
+    if found.bits_per_weight is not None:
+        facts += [
+            ("weights under masks", f"{found.weights:,}"),
+            ("bits per weight", f"{found.bits_per_weight:.3f}, head apart"),
+            ("share of ones", f"{found.density:.3f}"),
+        ]
+    return [(name, value) for name, value in facts if value]
+
+
+def _layers(found: "Inspection") -> tuple[list[str], list[list[str]]]:
+    """Headings and rows, without columns that say nothing for this method."""
+    masks = any(layer.weights for layer in found.layers)
+    ks = max(len(layer.k) for layer in found.layers)
+    values = any(layer.values for layer in found.layers)
+    heads = ["layer", *["weights>", "ones>"] * masks, *[f"k{i}>" for i in range(ks)], *["values>"] * values]
+    return heads, [_row(layer, masks, ks, values) for layer in found.layers]
+
+
+def _row(layer: "Layer", masks: bool, ks: int, values: bool) -> list[str]:
+    share = "" if layer.density is None else f"{layer.density:.3f}"
+    k = [_k(layer.k[i]) if i < len(layer.k) else "" for i in range(ks)]
+    return [layer.name, *[f"{layer.weights:,}", share] * masks, *k, *[f"{layer.values:,}"] * values]
+
+
+def _k(k: "Spread") -> str:
+    return f"{k.mean:.4g}" if k.low == k.high else f"{k.mean:.3g} ({k.low:.3g} to {k.high:.3g})"
+
+
+def _classes(classes: tuple[str, ...] | None) -> str:
+    if classes is None:
+        return ""
+    if classes == tuple(map(str, range(len(classes)))):
+        return f"{len(classes)}, without names"
+    return f"{len(classes)}: {', '.join(classes[:8])}{', ...' if len(classes) > 8 else ''}"
+
+
+def _pairs(values: Any) -> str:
+    return ", ".join(f"{key}={_short(value)}" for key, value in values.items())
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_short, value))}]"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
