@@ -8,17 +8,17 @@ from torch import Tensor
 Surrogate = Literal["identity", "sigmoid"]
 
 
-def threshold(scores: Tensor, at: float) -> Tensor:
-    """M = 1[R >= at]."""
-    return scores >= at
+def threshold(scores: Tensor, at: float, dtype: torch.dtype = torch.bool) -> Tensor:
+    """M = 1[R >= at], as bits, or in one pass as the numbers 0 and 1."""
+    return torch.ge(scores.detach(), at, out=torch.empty_like(scores, dtype=dtype, requires_grad=False))
 
 
 def through_surrogate(grad: Tensor, scores: Tensor, at: float, surrogate: Surrogate) -> Tensor:
     """dE/dR from dE/dM: the threshold's zero slope is replaced by the surrogate's."""
     if surrogate == "identity":
         return grad
-    soft = torch.sigmoid(scores - at if at else scores)
-    return torch.ops.aten.sigmoid_backward(grad, soft.to(grad.dtype))  # type: ignore[no-any-return]
+    soft = torch.sigmoid((scores - at if at else scores).to(grad.dtype))
+    return torch.ops.aten.sigmoid_backward.grad_input(grad, soft, grad_input=soft)  # type: ignore[no-any-return]
 
 
 def pack(mask: Tensor) -> Tensor:

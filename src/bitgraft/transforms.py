@@ -112,16 +112,15 @@ def expect(shapes: Mapping[str, tuple[int, ...]], parts: Mapping[str, Tensor]) -
 
 
 def affine(weight: Tensor, mask: Tensor, k: Tensor) -> Tensor:
-    """Equation (2): W~ = k0 W + k1 1 + k2 M + k3 W∘M, computed as the one of two affine maps that a bit chooses.
+    """Equation (2): W~ = k0 W + k1 1 + k2 M + k3 W∘M, computed as M∘(k3 W + k2) + k0 W + k1.
 
-    `k` has the four coefficients first and broadcasts against the weight after that. Half-precision weights
-    are transformed in float32 and rounded once.
+    `k` has the four coefficients first and broadcasts against the weight after that. Half-precision weights are
+    transformed in float32 and rounded once. On a CPU `torch.where` would take many times as long, since a learned mask
+    is as good as random to its branches; and fresh memory costs more than arithmetic, so all is done in one tensor.
     """
     wide = widened(weight)
     k0, k1, k2, k3 = k.to(wide.dtype).unbind()
-    off = torch.addcmul(k1, wide, k0)
-    on = torch.addcmul(k1 + k2, wide, k0 + k3)
-    return torch.where(mask, on, off).to(weight.dtype)
+    return (wide * k3).add_(k2).mul_(mask).addcmul_(wide, k0).add_(k1).to(weight.dtype)
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -162,7 +161,7 @@ class _LearnedAffine(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(scores, k, weight)
         ctx.rule, ctx.channel = rule, channel
-        return affine(weight, threshold(scores, rule.threshold), k.view(4, *channel))
+        return affine(weight, threshold(scores, rule.threshold, scores.dtype), k.view(4, *channel))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -170,32 +169,34 @@ class _LearnedAffine(torch.autograd.Function):
         scores, k, weight = ctx.saved_tensors
         rule, channel = ctx.rule, ctx.channel
         grad, grad_scores, grad_k = widened(grad), None, None
+        if ctx.needs_input_grad[1]:
+            sums = _grad_k(grad, weight, threshold(scores, rule.threshold, grad.dtype), rule.learned, channel)
+            grad_k = sums.view_as(k).to(k.dtype)
         if ctx.needs_input_grad[0]:
             grad_mask = _grad_mask(grad, weight, k.view(4, *channel).to(grad.dtype), rule.fixed[3] == 0)
             grad_scores = through_surrogate(grad_mask, scores, rule.threshold, rule.surrogate).to(scores.dtype)
-        if ctx.needs_input_grad[1]:
-            mask = threshold(scores, rule.threshold)
-            grad_k = _grad_k(grad, weight, mask, rule.learned, channel).view_as(k).to(k.dtype)
         return grad_scores, grad_k, None, None, None
 
 
 def _grad_mask(grad: Tensor, weight: Tensor, k: Tensor, no_product: bool) -> Tensor:
     """dE/dM = dE/dW~ ∘ (k2 + k3 W)."""
     _, _, k2, k3 = k.unbind()
-    return grad * k2 if no_product else torch.addcmul(k2, k3, widened(weight)).mul_(grad)
+    return grad * k2 if no_product else (widened(weight) * k3).add_(k2).mul_(grad)
 
 
 def _grad_k(grad: Tensor, weight: Tensor, mask: Tensor, learned: list[int], channel: tuple[int, ...]) -> Tensor:
-    """dE/dk: sums of dE/dW~ against W, 1, M and W∘M; zero for the k that are constant."""
+    """dE/dk: sums of dE/dW~ against W, 1, M and W∘M; zero for the k that are constant. The mask is used up."""
     sums = [grad.new_zeros(channel)] * 4
     if 0 in learned:
         sums[0] = (grad * weight).sum_to_size(channel)
     if 1 in learned:
         sums[1] = grad.sum_to_size(channel)
     if 2 in learned or 3 in learned:
-        under = grad * mask
+        under = mask.mul_(grad)
         sums[2] = under.sum_to_size(channel)
-        sums[3] = (under * weight).sum_to_size(channel) if 3 in learned else sums[3]
+        if 3 in learned:
+            sums[2] = sums[2].clone()  # one entry per channel: the sum is `under` itself
+            sums[3] = under.mul_(weight).sum_to_size(channel)
     return torch.stack(sums)
 
 

@@ -51,8 +51,8 @@ class Packed(Transform):
         self.chose_free = frozen is None and not bool(free.all())
 
     def forward(self, weight: Tensor) -> Tensor:
-        found = self.frozen if self.frozen is not None else weight.masked_fill(self.free, 0)
-        return torch.where(self.own, self.values, found).to(weight.dtype)
+        found = self.frozen if self.frozen is not None else weight * ~self.free
+        return (found + self.values * self.own).to(weight.dtype)  # what was found is zero where the task owns
 
     def left(self) -> Tensor:
         """The weights that a further task may train."""
