@@ -131,7 +131,9 @@ def test_a_reader_written_from_the_specification_finds_the_same_weights(per: str
             parameter.copy_(torch.randn(parameter.shape, generator=rng))
     net.save_task("t", tmp_path / "t")
     about, tensors = read_from_the_specification((tmp_path / "t").read_bytes())
-    assert about["name"] == "t" and about["classes"] == ["a", "b", "ü"] and about["backbone"] == net.fingerprint
+    assert about["name"] == "t"
+    assert about["classes"] == ["a", "b", "ü"]
+    assert about["backbone"] == net.fingerprint
     ours = added.tensors()
     weight = model[0].weight.detach().numpy()
     found = replace_weight(weight, tensors["0.weight:mask"], tensors["0.weight:k"])
@@ -153,8 +155,10 @@ def test_the_specification_reads_the_golden_file_exactly() -> None:
     net.load_task(GOLDEN)
     found = replace_weight(weight, tensors["0.weight:mask"], tensors["0.weight:k"])
     assert np.array_equal(found, net.tasks["golden"].tensors()["0.weight"].numpy())
-    assert about["metrics"] == {"top1": 87.5} and about["leans_on"] == {}
-    assert about["options"]["init"] == [1e-4, 2e-4] and about["preprocessing"] == {"size": [11], "mean": [0.5]}
+    assert about["metrics"] == {"top1": 87.5}
+    assert about["leans_on"] == {}
+    assert about["options"]["init"] == [1e-4, 2e-4]
+    assert about["preprocessing"] == {"size": [11], "mean": [0.5]}
 
 
 def test_the_backbone_is_known_by_the_documented_fingerprint() -> None:

@@ -167,8 +167,10 @@ def test_preprocessing_classes_and_another_name_survive(tmp_path: Path) -> None:
     net.save_task("t", tmp_path / "t.safetensors")
     net.save_task("numbered", tmp_path / "numbered.safetensors")
     loaded = net.load_task(tmp_path / "t.safetensors", name="copy")
-    assert loaded.name == "copy" and set(net.tasks) == {"t", "numbered", "copy"}
-    assert loaded.classes == tuple(CLASSES) and dict(loaded.card.preprocessing) == about
+    assert loaded.name == "copy"
+    assert set(net.tasks) == {"t", "numbered", "copy"}
+    assert loaded.classes == tuple(CLASSES)
+    assert dict(loaded.card.preprocessing) == about
     assert same_outputs(net, net, "t", "copy")
     assert bitgraft.read_archive(tmp_path / "numbered.safetensors").card.classes == ("0", "1", "2")
     assert b'\\"classes\\":3' in (tmp_path / "numbered.safetensors").read_bytes()
@@ -266,7 +268,8 @@ def test_a_backbone_without_values_is_refused_and_parts_go_where_the_backbone_is
         assert not empty.tasks
         revived = archive.revive(bitgraft.read_archive(tmp_path / method), empty.anatomy, {}, None)
         held = [*revived.parameters(), *revived.buffers()]
-        assert held and all(tensor.is_meta for tensor in held)
+        assert held
+        assert all(tensor.is_meta for tensor in held)
 
 
 def test_the_safetensors_library_reads_our_files(tmp_path: Path) -> None:
@@ -304,7 +307,7 @@ def test_what_cannot_be_saved_says_so(tmp_path: Path) -> None:
     model.extend([nn.Flatten(), nn.Linear(2, 2)])
     odd = bitgraft.Network(model, example=(2, 3, 8, 8))
     odd.add_task("t", classes=2)
-    with pytest.raises(TaskError, match="'a:b.weight' has a colon"):
+    with pytest.raises(TaskError, match=r"'a:b.weight' has a colon"):
         odd.save_task("t", tmp_path / "t")
     assert not list(tmp_path.iterdir())
 
@@ -356,7 +359,7 @@ def test_a_resnet50_task_takes_about_one_bit_per_weight(tmp_path: Path) -> None:
     ks = 4 * len(task.transforms)
     allowed = (1.01 * masked + 32 * (norms + ks)) / 8 + 16_000
     figures = f"{size} bytes, {head} of them head; {masked} masked weights, {norms} norm values, {ks} k: {allowed:.0f}"
-    assert masked == 23_454_912 and norms == 4 * 26_560, figures
+    assert (masked, norms) == (23_454_912, 4 * 26_560), figures
     assert size - head <= allowed, figures
     assert size - head >= masked // 8 + 4 * (norms + ks), figures
 

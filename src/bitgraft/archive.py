@@ -185,7 +185,8 @@ def _check_owned(card: Card, anatomy: Anatomy, owned: Mapping[str, Tensor]) -> N
             raise WrongBackboneError(f"task {card.name!r} replaces {name!r}, which the backbone does not have")
         if name not in head:
             _check_fit(card, name, tensor, anatomy.tensor(name))
-            if name not in asked and not (options.norms if name in norms else method.owns_everything):
+            given = name in asked or (options.norms if name in norms else method.owns_everything)
+            if not given or name.endswith(COUNTER):
                 raise CorruptError(f"task {card.name!r} has {name!r}, which method {card.method!r} leaves alone")
     layers = {norms[name] for name in owned if name in norms and name not in asked}
     needed = {name for name, layer in norms.items() if layer in layers}
@@ -226,9 +227,9 @@ def _check_classes(archive: Archive, anatomy: Anatomy) -> None:
     count = len(card.classes or ())
     own = archive.owned()
     if card.head == "classes":
-        rows = {name: own[name].shape[:1] for name in head & own.keys()}
-        if any(row != (count,) for row in rows.values()):
-            raise _misfit(card, {row[0] if row else 0 for row in rows.values()})
+        rows = {name: (*own[name].shape, 0)[0] for name in head & own.keys()}
+        if set(rows.values()) - {count}:
+            raise _misfit(card, set(rows.values()) - {count})
         if rows.keys() != head or not head:
             raise CorruptError(f"task {card.name!r} should have {sorted(head)} for its head; the file is not usable")
         for name in rows:
@@ -236,12 +237,13 @@ def _check_classes(archive: Archive, anatomy: Anatomy) -> None:
     elif head & own.keys():
         raise CorruptError(f"task {card.name!r} has {sorted(head & own.keys())}, but no head that takes them")
     elif card.head == "linear":
-        shapes = {name: tuple(tensor.shape) for name, tensor in archive.head().items()}
-        if shapes.keys() == {"weight", "bias"} and shapes["bias"] != (count,) and len(shapes["bias"]) == 1:
-            raise _misfit(card, set(shapes["bias"]))
-        if shapes != {"weight": (count, anatomy.features), "bias": (count,)}:
+        found = {name: (tensor.dtype, *tensor.shape) for name, tensor in archive.head().items()}
+        rows = {name: shape[1] for name, shape in found.items() if len(shape) > 1}
+        if set(rows.values()) - {count}:
+            raise _misfit(card, set(rows.values()) - {count})
+        if found != {"weight": (torch.float32, count, anatomy.features), "bias": (torch.float32, count)}:
             raise CorruptError(
-                f"task {card.name!r} has a head of shapes {shapes} for {count} classes and the backbone's "
+                f"task {card.name!r} has the head {found} for {count} classes and the backbone's "
                 f"{anatomy.features} features; the file is not usable"
             )
 
