@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bitgraft.anatomy import Anatomy, unknown_head
+from bitgraft.archive import COUNTER
 from bitgraft.loading import read_backbone
 from bitgraft.masks import packed_size
 from bitgraft.methods import packnet, registry
@@ -133,11 +134,10 @@ def _cost(anatomy: Anatomy, method: registry.Method) -> tuple[int, int]:
 
 def _filed(task: Task) -> dict[str, Tensor]:
     """What the file of a task without a head holds, as `bitgraft.archive` fills it, but on any device."""
-    parts = {
-        f"{name}:{part}": t for name, transform in task.transforms.items() for part, t in transform.parts().items()
-    }
-    owned = {name: tensor for name, tensor in task.owned.items() if not name.endswith("num_batches_tracked")}
-    return {**parts, **owned}
+    held = dict(task.owned)
+    for name, transform in task.transforms.items():
+        held |= {f"{name}:{part}": tensor for part, tensor in transform.parts().items()}
+    return {key: tensor for key, tensor in held.items() if not key.endswith(COUNTER)}
 
 
 def _packed_cost(anatomy: Anatomy, method: registry.Method, tasks: int) -> tuple[float, float]:

@@ -141,10 +141,10 @@ def _kind(key: str, archive: Archive, head: str | None) -> str:
     layer, _, last = name.rpartition(".")
     if key.startswith(HEAD) or (head is not None and layer == head):
         return "head"
+    if last in STATISTICS or part.endswith(STATISTICS):
+        return "statistics"
     if colon:
         return {"mask": "masks", "free": "masks", "k": "k"}.get(part, "weights")
-    if last in STATISTICS:
-        return "statistics"
     return "norms" if _in_norm(layer, last, archive) else "weights"
 
 

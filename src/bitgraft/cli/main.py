@@ -11,7 +11,7 @@ from bitgraft.cli import anatomy, inspect, methods, params
 from bitgraft.errors import BitgraftError
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # of the click inside typer, or of the one beside it
-USAGE, FAILURE, INTERRUPTED, CLOSED_PIPE = 2, 1, 130, 141
+USAGE, FAILURE, INTERRUPTED, CLOSED_PIPE = 2, 1, 130, 1
 
 app = typer.Typer(
     name="bitgraft",

@@ -1,0 +1,193 @@
+"""The command line as a user meets it: what is printed, where, and with which exit code."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bitgraft import Network, __version__, method_names, wide_resnet
+from bitgraft.cli import main as cli
+from bitgraft.cli.anatomy import grouped
+
+BITGRAFT = [sys.executable, "-c", "from bitgraft.cli.main import main; main()"]
+COMMANDS = ["anatomy", "inspect", "params", "methods"]
+
+
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *args: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["bitgraft", *args])
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    captured = capsys.readouterr()
+    return int(left.value.code or 0), captured.out, captured.err
+
+
+@pytest.fixture
+def bitgraft(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    return lambda *args: run(capsys, monkeypatch, *args)
+
+
+@pytest.fixture
+def task_file(tmp_path: Path) -> str:
+    net = Network(wide_resnet(10, 1))
+    net.add_task("flowers", classes=["rose", "tulip"])
+    net.save_task("flowers", tmp_path / "flowers.safetensors")
+    return str(tmp_path / "flowers.safetensors")
+
+
+def test_help_loads_nothing_heavy_and_is_quick() -> None:
+    code = "import sys; from bitgraft.cli.main import app; app(['--help'], standalone_mode=False); "
+    code += "print(*sorted({'torch', 'timm', 'numpy', 'safetensors'} & set(sys.modules)), file=sys.stderr)"
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == ""
+    assert all(command in done.stdout for command in COMMANDS)
+    assert time.perf_counter() - start < 5  # about 0.2 s on an idle machine
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_ends_with_lines_to_paste(command: str, bitgraft) -> None:
+    code, out, _ = bitgraft(command, "--help")
+    assert code == 0
+    assert out.rstrip().splitlines()[-1].startswith(f"    bitgraft {command}")
+
+
+def test_version_and_no_command(bitgraft) -> None:
+    assert bitgraft("--version") == (0, f"bitgraft {__version__}\n", "")
+    code, out, err = bitgraft()
+    assert (code, err) == (0, "")
+    assert "Commands:" in out
+
+
+def test_anatomy_names_every_weight_whole(bitgraft) -> None:
+    code, out, err = bitgraft("anatomy", "tf_efficientnet_lite0")
+    assert (code, err) == (0, "")
+    assert "\x1b" not in out
+    assert "blocks.6.0.conv_pwl.weight" in out
+    assert "320×1152×1×1" in out
+    assert "classifier (1280 features)" in out
+
+
+def test_anatomy_json(bitgraft) -> None:
+    code, out, _ = bitgraft("anatomy", "wrn-10-1", "--skip", "conv1.*", "--norms", "stages.*", "--json")
+    read = json.loads(out)
+    assert code == 0
+    assert read["head"] == "fc"
+    assert "conv1.weight" in read["shared"]
+    assert "norm.weight" in read["shared"]
+    first = read["weights"][0]
+    assert first["name"] == "stages.0.0.conv1.weight"
+    assert (first["shape"], first["feeds"], first["k0"]) == ([16, 16, 3, 3], "stages.0.0.norm2", "fixed")
+    counts = read["parameters"]
+    assert counts["all"] == sum(counts[group] for group in ("transformed", "norms", "shared", "head"))
+
+
+def test_anatomy_with_another_head_and_example(bitgraft) -> None:
+    code, out, _ = bitgraft("anatomy", "wrn-10-1", "--head", "none", "--example", "1,3,32,32", "--json")
+    assert code == 0
+    assert json.loads(out)["head"] is None
+
+
+def test_inspect_shows_the_task(bitgraft, task_file: str) -> None:
+    code, out, err = bitgraft("inspect", task_file)
+    assert (code, err) == (0, "")
+    assert "2: rose, tulip" in out
+    assert "stages.2.0.shortcut.weight" in out
+    code, out, _ = bitgraft("inspect", task_file, "--json")
+    assert json.loads(out)["name"] == "flowers"
+
+
+def test_methods_lists_all(bitgraft) -> None:
+    code, out, _ = bitgraft("methods", "--json")
+    assert code == 0
+    assert [method["name"] for method in json.loads(out)] == method_names()
+    assert "W~ = k0 W + k1 1 + k2 M + k3 W∘M" in bitgraft("methods")[1]
+
+
+def test_params_of_any_backbone(bitgraft) -> None:
+    code, out, _ = bitgraft("params", "wrn-28-4", "--tasks", "10", "--json")
+    (one,) = json.loads(out)
+    relative = {row["method"]: row["relative"] for row in one["rows"]}
+    assert code == 0
+    assert one["tasks"] == 10
+    assert round(relative["full"], 2) == 1.29
+    assert set(relative) == set(method_names())
+
+
+def test_params_of_the_paper(bitgraft) -> None:
+    code, out, err = bitgraft("params")
+    assert (code, err) == (0, "")
+    lines = [line.split() for line in out.splitlines()]
+    assert ["full", "1.17", "1.17", "3.39", "MB", "1.18"] in lines
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        (["anatomy"], 2, "Missing argument"),
+        (["anatomy", "wrn-10-1", "--nope"], 2, "No such option"),
+        (["nope"], 2, "No such command"),
+        (["anatomy", "resnet5O"], 2, "did you mean"),
+        (["params", "wrn-27-4"], 2, "depth"),
+        (["anatomy", "wrn-10-1", "--example", "1,x"], 2, "1,3,64,64"),
+        (["params", "--tasks", "4"], 2, "name of a backbone"),
+        (["anatomy", "wrn-10-1", "--head", "nope"], 1, "no layer 'nope'"),
+        (["anatomy", "wrn-10-1", "--skip", "nope*"], 1, "matches nothing"),
+        (["anatomy", "wrn-10-1", "--weights", "nope.pth"], 1, "cannot read the weights"),
+        (["params", "deit_tiny_distilled_patch16_224"], 1, "--head LAYER"),
+        (["inspect", "nope.safetensors"], 1, "cannot read nope.safetensors"),
+    ],
+)
+def test_bad_input_is_one_sentence(args: list[str], code: int, said: str, bitgraft) -> None:
+    left, out, err = bitgraft(*args)
+    assert (left, out) == (code, "")
+    assert err.startswith("error: ")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_a_corrupt_file_is_a_failure(bitgraft, task_file: str) -> None:
+    data = bytearray(Path(task_file).read_bytes())
+    data[-1] ^= 1
+    Path(task_file).write_bytes(data)
+    code, out, err = bitgraft("inspect", task_file, "--json")
+    assert (code, out) == (1, "")
+    assert "checksum" in err
+
+
+def test_a_closed_pipe_is_no_traceback(task_file: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([*BITGRAFT, "inspect", task_file], stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_an_interrupt_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "slow_for_test.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
+    with subprocess.Popen(
+        [*BITGRAFT, "anatomy", "slow_for_test:build"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == b"here\n"
+        running.send_signal(signal.SIGINT)
+        _, err = running.communicate(timeout=30)
+    assert running.returncode == 130
+    assert b"Traceback" not in err
+
+
+def test_colour_is_for_terminals_alone(monkeypatch: pytest.MonkeyPatch, bitgraft) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    out = bitgraft("methods")[1]
+    assert "\x1b" not in out
+    assert "masks with a learned scale, shift and product term; own norm layers" in out
+
+
+def test_names_that_differ_in_numbers_are_grouped() -> None:
+    assert grouped(["bn1", "layer1.0.bn1", "layer10.2.bn2"]) == "bn1, layer*.*.bn* (2)"
+    assert grouped([]) == "none"
