@@ -28,6 +28,7 @@ class Graft:
         self.task = task
         self._lock = threading.Lock()
         self._mode: bool | None = None
+        self._grad: bool | None = None
         self._revision = -1
         self._backbone: list[Tensor] = []
         self._base: tuple[Any, ...] = ()
@@ -66,7 +67,7 @@ class Graft:
                 self._install(self.task.tensors())
             elif (stamp := (self.task.lessons, *_versions(self._watched))) != self._stamp:
                 with torch.inference_mode(False), torch.no_grad():
-                    self._install({name: self._as_held(name, t) for name, t in self.task.tensors().items()})
+                    self._install({name: self._held(name, t) for name, t in self.task.tensors().items()})
                 self._stamp = stamp
 
     def plain(self) -> nn.Module:
@@ -78,16 +79,13 @@ class Graft:
             whole = self.module if self._behind is None else nn.Sequential(self.module, self._behind)
             for headed in [module for module in whole.modules() if isinstance(module, _Headed)]:
                 _replace(whole, headed, headed.ordinary(self.task.anatomy.dtype))
-            whole = copy.deepcopy(whole)
-        for parameter in whole.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
-        return whole.eval()
+            return copy.deepcopy(whole).eval()
 
     def _follow(self) -> None:
         """Notice a change of mode, tensors exchanged for others, and a backbone that was moved or written to."""
         task = self.task
-        if self._mode != task.training:
-            self._mode = task.training
+        if (self._mode, self._grad) != (task.training, torch.is_grad_enabled()):
+            self._mode, self._grad = task.training, torch.is_grad_enabled()
             self.module.train(self._mode)
             for layer in self._still:
                 layer.training = False  # the layer alone: dropout below it follows the mode
@@ -107,18 +105,23 @@ class Graft:
         self._base = _versions(self._backbone)
         for name, tensor in zip(anatomy.places, self._backbone, strict=True):
             if name not in replaced:
-                shared = tensor.detach()
-                self._install({name: _held(shared) if isinstance(tensor, nn.Parameter) else shared.clone()})
+                self._install({name: self._held(name, tensor if isinstance(tensor, nn.Parameter) else tensor.clone())})
 
     def _install(self, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             for holder, key in self._slots[name]:
                 holder[key] = tensor
 
-    def _as_held(self, name: str, tensor: Tensor) -> Tensor:
-        """A computed tensor as modules hold them; the task's own are held as they are."""
-        is_parameter = isinstance(self.task.anatomy.tensor(name), nn.Parameter)
-        return _held(tensor) if is_parameter and not isinstance(tensor, nn.Parameter) else tensor
+    def _held(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor as modules hold it, out of gradients' reach.
+
+        Where there are no gradients, it asks for them as the backbone's does: torch.matmul looks at that flag to
+        choose between two ways of computing, and the results differ in the last bit.
+        """
+        model = self.task.anatomy.tensor(name)
+        if not isinstance(model, nn.Parameter):
+            return tensor
+        return nn.Parameter(tensor.detach(), requires_grad=model.requires_grad and not self._grad)
 
 
 def _slots(module: nn.Module, anatomy: Anatomy) -> dict[str, list[Slot]]:
@@ -133,10 +136,6 @@ def _holders(owner: nn.Module, attribute: str) -> Iterator[Slot]:
     yield (owner._parameters if attribute in owner._parameters else owner._buffers), attribute
     if isinstance(owner, nn.RNNBase) and attribute in owner._flat_weights_names:  # it keeps a second list of them
         yield owner._flat_weights, owner._flat_weights_names.index(attribute)
-
-
-def _held(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)
 
 
 def _versions(watched: list[Tensor]) -> tuple[Any, ...]:

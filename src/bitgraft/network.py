@@ -45,7 +45,7 @@ class Network(nn.Module):
         self._tasks = nn.ModuleDict()
         self._original = Task(Card(original, "classifier", {}, "keep"), self.anatomy, {}, {}, None)
         self._fingerprint: str | None = None
-        self._grafts: OrderedDict[tuple[str, int | None], Graft] = OrderedDict()
+        self._grafts: OrderedDict[tuple[str, int], Graft] = OrderedDict()
         self._pinned: dict[str, Graft] = {}
         self._lock = threading.RLock()
         self.train(backbone.training)
@@ -192,7 +192,8 @@ class Network(nn.Module):
             pinned = self._pinned.get(task.name)
             if pinned is not None:
                 return pinned
-            key = (task.name, threading.get_ident() if torch.is_grad_enabled() and task.learns() else None)
+            grad = torch.is_grad_enabled()
+            key = (task.name, threading.get_ident() if grad and task.learns() else int(grad))
             if key not in self._grafts:
                 self._grafts[key] = Graft(task).hang()
                 while len(self._grafts) > self.active:
