@@ -77,8 +77,8 @@ class Transform(nn.Module):
         """What a parameter of this name is to an optimiser: "scores", "k" or "weights"."""
         return "weights"
 
-    def bits(self, *, statistics: bool = True) -> int:
-        """What the transform costs at rest, with the running statistics of norms that it brings along or without."""
+    def bits(self, *, statistics: bool = False) -> int:
+        """What the transform costs at rest, running statistics of norms that it brings along left out or counted."""
         held = [*self.parameters(), *(b for b in self.buffers() if statistics and b.is_floating_point())]
         return 32 * sum(tensor.numel() for tensor in held)
 
@@ -252,7 +252,7 @@ class Masked(Transform):
             return unpack(self.packed, self.weight.shape)
         return threshold(self.scores, self.rule.threshold)
 
-    def bits(self, *, statistics: bool = True) -> int:
+    def bits(self, *, statistics: bool = False) -> int:
         channels = self.weight.outputs if self.rule.per_channel else 1
         return self.weight.shape.numel() + 32 * channels * len(self.rule.learned)
 

@@ -67,7 +67,7 @@ class Packed(Transform):
         self.own &= kept
         self.values.mul_(self.own)
 
-    def bits(self, *, statistics: bool = True) -> int:
+    def bits(self, *, statistics: bool = False) -> int:
         masks = 2 if self.chose_free else 1
         return masks * self.weight.shape.numel() + 32 * int(self.own.sum())
 
