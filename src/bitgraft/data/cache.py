@@ -23,7 +23,8 @@ class PixelCache:
     def __init__(self, items: int, shape: tuple[int, int, int], budget: int) -> None:
         rows = min(items, room(budget) // int(np.prod(shape)))
         self.shape, self.budget, self.items = shape, budget, items
-        self._share(shared((rows, *shape), torch.uint8), shared((rows,), torch.uint8))
+        pixels = torch.empty((rows, *shape), dtype=torch.uint8)  # zeros would take a pass over a gigabyte
+        self._share(shared(pixels), shared(torch.zeros(rows, dtype=torch.uint8)))
 
     def _share(self, pixels: Tensor, filled: Tensor) -> None:
         self._tensors = pixels, filled
@@ -56,9 +57,9 @@ class PixelCache:
             self._share(*tensors)
 
 
-def shared(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that forked and spawned workers see and may write to."""
-    return torch.zeros(shape, dtype=dtype).share_memory_()  # type: ignore[no-untyped-call,no-any-return]
+def shared(tensor: Tensor) -> Tensor:
+    """The tensor, moved to where forked and spawned workers see it and may write to it."""
+    return tensor.share_memory_()  # type: ignore[no-untyped-call,no-any-return]
 
 
 def room(budget: int) -> int:

@@ -49,7 +49,7 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         self.skipped: list[tuple[Path, str]] = find_bad(images) if skip_bad else []
         self.images = images.without(self.skipped)
         self.preprocessing, self.augmentation, self.seed = preprocessing, augmentation, seed
-        self._epoch = shared((), torch.int64)  # so that persistent workers see it change
+        self._epoch = shared(torch.zeros((), dtype=torch.int64))  # so that persistent workers see it change
         self._crop = "none" if augmentation is None else augmentation.crop
         self._cache: PixelCache | None = None
         if self._crop != "random-resized":

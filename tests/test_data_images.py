@@ -1,0 +1,135 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bitgraft.data.images import Images, Splits
+from bitgraft.data.splits import from_arrays
+from bitgraft.data.stacks import Stack
+from bitgraft.errors import DataError
+
+RNG = np.random.default_rng(0)
+COLOUR = RNG.integers(0, 256, (6, 10, 8, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        COLOUR,
+        COLOUR.transpose(0, 3, 1, 2),
+        torch.from_numpy(COLOUR),
+        torch.from_numpy(COLOUR).permute(0, 3, 1, 2),
+        COLOUR.astype(np.float32) / 255,
+        torch.from_numpy(COLOUR).double() / 255,
+        COLOUR.astype(np.uint16) << 8,
+        (COLOUR.astype(np.uint16) << 8).astype(">u2"),
+    ],
+    ids=["NHWC", "NCHW", "torch NHWC", "torch NCHW", "float", "double", "16 bit", "big-endian"],
+)
+def test_a_stack_is_the_same_whichever_way_it_came(same):
+    stack = Stack(same)
+    assert len(stack) == 6
+    assert all((stack[i] == COLOUR[i]).all() for i in range(6))
+
+
+def test_a_stack_of_grey_images():
+    grey = COLOUR[..., 0]
+    for same in (grey, grey[..., None], grey[:, None], torch.from_numpy(grey)[:, None]):
+        assert (Stack(same)[2] == grey[2]).all()
+    assert set(np.unique(Stack(grey > 100)[0])) == {0, 255}
+
+
+def test_where_both_layouts_fit_numpy_is_NHWC_and_torch_NCHW():  # noqa: N802
+    both = RNG.integers(0, 256, (2, 3, 5, 3), dtype=np.uint8)
+    assert Stack(both)[0].shape == (3, 5, 3)
+    assert Stack(torch.from_numpy(both))[0].shape == (5, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (np.zeros((2, 5, 5, 2), np.uint8), "shape"),
+        (np.zeros((5, 5), np.uint8), "shape"),
+        (np.zeros((2, 5, 5), np.int64), "int64"),
+        (np.full((2, 5, 5), 2.0), "between 0 and 1"),
+        (np.full((2, 5, 5), np.nan), "between 0 and 1"),
+        (np.array([np.zeros((2, 2)), np.zeros((3, 3))], dtype=object), "differ in size"),
+    ],
+)
+def test_arrays_that_are_no_images_are_refused(images, message):
+    with pytest.raises(DataError, match=message):
+        Stack(images)
+
+
+def test_images_are_picked_without_a_copy():
+    images = Images(COLOUR, (0, 1, 2, 0, 1, 2), ids=(10, 11, 12, 13, 14, 15))
+    some = images.pick([4, 1])
+    assert (some.labels, some.ids, len(some)) == ((1, 1), (14, 11), 2)
+    assert (some.source[0] == COLOUR[4]).all()
+    assert some.pick([1]).ids == (11,)
+    assert images.files is None
+
+
+def test_files_are_dropped_and_joined():
+    images = Images(["a.jpg", "b.jpg", "c.jpg"], (0, 1, 0), ids=(1, 2, 3))
+    assert images.files == (Path("a.jpg"), Path("b.jpg"), Path("c.jpg"))
+    left = images.without([(Path("b.jpg"), "truncated")])
+    assert (left.files, left.labels, left.ids) == ((Path("a.jpg"), Path("c.jpg")), (0, 0), (1, 3))
+    both = left + images.pick([1])
+    assert (both.labels, both.ids) == ((0, 0, 1), (1, 3, 2))
+    with pytest.raises(DataError, match="joined"):
+        images + Images(COLOUR, (0,) * 6)
+
+
+def test_images_and_labels_must_match():
+    with pytest.raises(DataError, match="3 images have 2 labels"):
+        Images(["a.jpg", "b.jpg", "c.jpg"], (0, 1))
+    with pytest.raises(DataError, match="1 ids"):
+        Images(["a.jpg", "b.jpg"], (0, 1), ids=(1,))
+    with pytest.raises(DataError, match="length and items"):
+        Images(3, (0,))
+
+
+def test_labels_outside_the_classes_are_refused_by_file():
+    good, bad = Images(["a.jpg"], (0,)), Images(["a.jpg", "b.jpg"], (0, 2))
+    with pytest.raises(DataError, match=r"val: 1 of 2 labels lie outside the 2 classes, the first is 2 of b\.jpg"):
+        Splits(name="pets", classes=("cat", "dog"), train=good, val=bad)
+    with pytest.raises(DataError, match="outside"):
+        Splits(name="pets", classes=("cat", "dog"), train=Images(["a.jpg"], (-1,)))
+    Splits(name="pets", classes=("cat", "dog"), train=good, test=Images(["a.jpg"], (-1,)))
+    with pytest.raises(DataError, match="no image to train on"):
+        Splits(name="pets", classes=("cat",), train=Images((), ()))
+
+
+def test_missing_classes_are_warned_of():
+    train, val = Images(["a.jpg", "b.jpg"], (0, 1)), Images(["c.jpg"], (1,))
+    assert Splits(name="pets", classes=("cat", "dog"), train=train).warnings == ()
+    (warning,) = Splits(name="pets", classes=("cat", "dog"), train=train, val=val).warnings
+    assert "1 of 2 classes have no validation image" in warning
+    assert warning.endswith("cat")
+    (warning,) = Splits(name="pets", classes=("cat", "dog", "fox"), train=train).warnings
+    assert "no training image" in warning
+
+
+def test_arrays_become_splits():
+    splits = from_arrays(np.repeat(COLOUR, 5, axis=0), np.arange(30) % 3, test_share=0.2)
+    assert splits.classes == ("0", "1", "2")
+    assert (len(splits.train), len(splits.val), len(splits.test)) == (21, 3, 6)
+
+
+def test_labels_may_be_names():
+    splits = from_arrays(COLOUR, ["dog", "cat"] * 3, val_share=0)
+    assert splits.classes == ("cat", "dog")
+    assert splits.train.labels == (1, 0) * 3
+    assert splits.val is None
+    assert from_arrays(COLOUR, ["dog", "cat"] * 3, ["dog", "cat"], val_share=0).train.labels == (0, 1) * 3
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [([0, 1, 2] * 2, ["a", "b"]), ([0.5] * 6, None), ([[0]] * 6, None), (["a", "z"] * 3, ["a"]), ([0, -1] * 3, None)],
+)
+def test_arrays_with_labels_that_do_not_fit_are_refused(labels, classes):
+    with pytest.raises(DataError, match="labels"):
+        from_arrays(COLOUR, labels, classes)

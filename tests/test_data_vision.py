@@ -1,0 +1,196 @@
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import datasets
+
+from bitgraft.data.splits import CACHE, open_data
+from bitgraft.data.vision import Pictures
+from bitgraft.errors import DataError
+
+COLOUR = np.random.default_rng(0).integers(0, 256, (20, 6, 6, 3), dtype=np.uint8)
+
+
+class Arrays:
+    """As CIFAR is: train=, data and targets, classes."""
+
+    layout, classes = "NHWC", ["cat", "dog"]
+
+    def __init__(self, root, train=True, transform=None, target_transform=None, download=False):
+        self.data = COLOUR if train else COLOUR[:4]
+        if self.layout == "NCHW":
+            self.data = self.data.transpose(0, 3, 1, 2)
+        self.targets = [i % 2 for i in range(len(self.data))]
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return Image.fromarray(COLOUR[index]), self.targets[index]
+
+
+class Transposed(Arrays):
+    """As SVHN is: channels first, and no names."""
+
+    layout, classes = "NCHW", None
+
+
+class Odd(Arrays):
+    """What it gives is not what it holds."""
+
+    def __getitem__(self, index):
+        return Image.fromarray(255 - COLOUR[index]), self.targets[index]
+
+
+class Hidden:
+    """Nothing but items; split=, of which it has train and test."""
+
+    names, made = ("train", "test"), []
+
+    def __init__(self, root, split="train", download=False):
+        if split not in self.names:
+            raise ValueError(f"Unknown value '{split}' for argument split")
+        self.made.append(split)
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        if index >= 20:
+            raise IndexError
+        return Image.fromarray(COLOUR[index]), torch.tensor(index % 3)
+
+
+class Whole(Hidden):
+    """As EuroSAT is: no split at all."""
+
+    def __init__(self, root, download=False):
+        pass
+
+
+class Attributes(Whole):
+    def __getitem__(self, index):
+        return Image.fromarray(COLOUR[index]), torch.zeros(40)
+
+
+class Empty(Whole):
+    def __len__(self):
+        return 0
+
+
+class Fussy(Whole):
+    def __init__(self, root, year):
+        pass
+
+
+class Remote(Hidden):
+    """Downloads once, and refuses to do so again."""
+
+    names, there = ("trainval", "val", "test"), False
+
+    def __init__(self, root, split="train", download=False):
+        super().__init__(root, split)
+        if download and self.there:
+            raise RuntimeError("The directory already exists")
+        type(self).there |= download
+        if not self.there:
+            raise RuntimeError("Dataset not found")
+
+
+@pytest.fixture
+def named(monkeypatch):
+    def name(make, as_="Fake"):
+        monkeypatch.setattr(datasets, as_, make, raising=False)
+        return f"torchvision:{as_}"
+
+    return name
+
+
+def sizes(splits):
+    return tuple(None if part is None else len(part) for part in (splits.train, splits.val, splits.test))
+
+
+@pytest.mark.parametrize("make", [Arrays, Transposed])
+def test_arrays_are_used_as_they_are(named, make):
+    splits = open_data(named(make))
+    assert splits.classes == (("cat", "dog") if make is Arrays else ("0", "1"))
+    assert sizes(splits) == (18, 2, 4)
+    assert not isinstance(splits.test.source, Pictures)
+    assert all((splits.test.source[i] == COLOUR[i]).all() for i in range(4))
+    assert splits.test.labels == (0, 1, 0, 1)
+
+
+def test_arrays_that_are_not_what_is_given_are_left_alone(named):
+    splits = open_data(named(Odd))
+    assert isinstance(splits.test.source, Pictures)
+    assert (np.asarray(splits.test.source[1]) == 255 - COLOUR[1]).all()
+
+
+def test_splits_are_found_by_trying(named):
+    splits = open_data(named(Hidden), val_share=0.2)
+    assert sizes(splits) == (16, 4, 20)
+    assert splits.classes == ("0", "1", "2")
+    assert splits.test.labels[:4] == (0, 1, 2, 0)
+
+
+def test_a_set_without_splits_is_split_by_the_seed(named):
+    assert sizes(open_data(named(Whole))) == (14, 2, 4)
+    assert sizes(open_data(named(Whole), test_share=0, val_share=0.5)) == (10, 10, None)
+
+
+def test_downloads_happen_when_asked_and_once(named, tmp_path):
+    with pytest.raises(DataError, match=r"Dataset not found; download=True \(--download\) fetches it"):
+        open_data(named(Remote), root=tmp_path)
+    splits = open_data(named(Remote), root=tmp_path, download=True)
+    assert sizes(splits) == (20, 20, 20)
+    assert sizes(open_data(named(Remote), root=tmp_path)) == (20, 20, 20)
+
+
+def test_real_classes_that_are_not_there_say_so(tmp_path):
+    for name in ("CIFAR10", "Flowers102", "SVHN", "GTSRB", "FashionMNIST", "EuroSAT", "DTD", "OxfordIIITPet"):
+        with pytest.raises(DataError, match=f"cannot open torchvision:{name}"):
+            open_data(f"torchvision:{name}", root=tmp_path)
+
+
+def test_a_real_class_with_made_files(tmp_path):
+    folder = tmp_path / "eurosat" / "2750"
+    for name in ("Forest", "River"):
+        (folder / name).mkdir(parents=True)
+        for i in range(10):
+            Image.fromarray(COLOUR[i]).save(folder / name / f"{i}.png")
+    splits = open_data("torchvision:EuroSAT", root=tmp_path)
+    assert splits.classes == ("Forest", "River")
+    assert sizes(splits) == (14, 2, 4)
+    assert splits.train.files[0].suffix == ".png"
+
+
+def test_characters_and_signs_are_not_mirrored(named):
+    assert open_data(named(Arrays)).flip
+    assert not open_data(named(Arrays, "SVHN")).flip
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [(Attributes, "no class for each image"), (Empty, "is empty"), (Fussy, "needs more than a name.*year")],
+)
+def test_sets_of_another_kind_are_refused(named, make, message):
+    with pytest.raises(DataError, match=message):
+        open_data(named(make))
+
+
+@pytest.mark.parametrize("name", ["Cats", "FakeData", "wrap_dataset_for_transforms_v2", "vision"])
+def test_unknown_names_list_the_known(name):
+    with pytest.raises(DataError, match=r"CIFAR10.*Flowers102"):
+        open_data(f"torchvision:{name}")
+
+
+def test_a_set_without_training_images(named):
+    class Only(Hidden):
+        names = ("test",)
+
+    with pytest.raises(DataError, match="no split train or trainval"):
+        open_data(named(Only))
+
+
+def test_the_cache_is_in_the_home():
+    assert CACHE.parts[-3:] == (".cache", "bitgraft", "data")
