@@ -126,6 +126,18 @@ def test_arrays_that_are_not_what_is_given_are_left_alone(named):
     assert (np.asarray(splits.test.source[1]) == 255 - COLOUR[1]).all()
 
 
+def test_an_image_that_fails_is_named(named):
+    class Failing(Odd):
+        def __getitem__(self, index):
+            if index == 3:
+                raise OSError("image file is truncated")
+            return super().__getitem__(index)
+
+    test = open_data(named(Failing)).test
+    with pytest.raises(DataError, match="cannot read image 3 of Failing: image file is truncated"):
+        test.source[3]
+
+
 def test_splits_are_found_by_trying(named):
     splits = open_data(named(Hidden), val_share=0.2)
     assert sizes(splits) == (16, 4, 20)

@@ -31,7 +31,10 @@ class Pictures:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return self.dataset[index][0]
+        try:
+            return self.dataset[index][0]
+        except Exception as problem:  # whatever its loader raises
+            raise DataError(f"cannot read image {index} of {type(self.dataset).__name__}: {problem}") from problem
 
 
 def open_torchvision(
