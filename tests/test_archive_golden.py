@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -169,3 +170,117 @@ def test_the_backbone_is_known_by_the_documented_fingerprint() -> None:
             shape = "(" + ", ".join(map(str, state[name].shape)) + ("," if state[name].ndim == 1 else "") + ")"
             digest.update(f"{name}{shape}".encode() + state[name].astype("<f4").tobytes())
     assert digest.hexdigest() == network().fingerprint == bitgraft.read_archive(GOLDEN).backbone
+
+
+def grouped() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(4, 6, 3, groups=2, padding=1),
+        nn.BatchNorm2d(6),
+        nn.ConvTranspose2d(6, 4, 2, groups=2),
+        nn.BatchNorm2d(4),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 2),
+    ).eval()
+
+
+def filters(weight: np.ndarray, transposed: bool) -> np.ndarray:
+    if not transposed:
+        return weight.reshape(weight.shape[0], -1)
+    rows = [group[:, j].reshape(-1) for group in np.split(weight, 2) for j in range(weight.shape[1])]
+    return np.stack(rows)
+
+
+def unfiltered(rows: np.ndarray, like: np.ndarray, transposed: bool) -> np.ndarray:
+    if not transposed:
+        return rows.reshape(like.shape)
+    groups = [np.stack([row.reshape(-1, *like.shape[2:]) for row in half], 1) for half in np.split(rows, 2)]
+    return np.concatenate(groups)
+
+
+def bits(packed: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    return np.unpackbits(packed, bitorder="little")[: math.prod(shape)].reshape(shape)
+
+
+def by_the_specification(
+    about: dict[str, Any], parts: dict[str, np.ndarray], weight: np.ndarray, transposed: bool, before: Any
+) -> np.ndarray:
+    """docs/format.md, section Parts: W~ of one weight."""
+    method, options = about["method"], about["options"]
+    rows = filters(weight, transposed)
+    if method in ("full", "simple", "piggyback", "piggyback-bn"):
+        k0, k1, k2, k3 = parts["k"].reshape(4, -1, 1)
+        mask = filters(bits(parts["mask"], weight.shape), transposed)
+        return unfiltered(k0 * rows + k1 + k2 * mask + k3 * rows * mask, weight, transposed)
+    if method == "dan":
+        return unfiltered(parts["p"] @ rows, weight, transposed)
+    if method == "lora":
+        return unfiltered(rows + options["alpha"] / options["rank"] * parts["b"] @ parts["a"], weight, transposed)
+    if method == "adapters-parallel":
+        found = weight.copy()
+        found[:, :, 1, 1] += parts["a"][:, :, 0, 0]
+        return found
+    assert method == "packnet"
+    found = before if before is not None else weight * (1 - bits(parts["free"], weight.shape))
+    found = found.copy()
+    found[bits(parts["mask"], weight.shape) == 1] = parts["values"]
+    return found
+
+
+@pytest.mark.parametrize("method", ["full", "simple", "piggyback", "dan", "lora", "adapters-parallel", "packnet"])
+def test_the_specification_computes_every_method(method: str, tmp_path: Path) -> None:
+    net = bitgraft.Network(grouped(), example=(2, 4, 4, 4))
+    options = {"per": "channel"} if method in ("full", "simple") else {}
+    rng, before = torch.Generator().manual_seed(9), {}
+    for name in ("first", "second"):
+        added = net.add_task(name, classes=2, method=method, **options)
+        with torch.no_grad():
+            for _, parameter in added.roles():
+                parameter.add_(torch.randn(parameter.shape, generator=rng))
+        if method == "packnet":
+            added.prune(0.5)
+        net.save_task(name, tmp_path / name)
+        about, tensors = read_from_the_specification((tmp_path / name).read_bytes())
+        found = {}
+        for weight in added.transforms:
+            parts = {key.partition(":")[2]: t for key, t in tensors.items() if key.startswith(f"{weight}:")}
+            base = net.anatomy.tensor(weight).detach().numpy()
+            transposed = isinstance(net.backbone.get_submodule(weight.rpartition(".")[0]), nn.ConvTranspose2d)
+            found[weight] = by_the_specification(about, parts, base, transposed, before.get(weight))
+            np.testing.assert_allclose(found[weight], added.tensors()[weight].detach().numpy(), rtol=1e-5, atol=1e-6)
+        assert len(found) == (1 if method == "adapters-parallel" else 2)
+        before = found if method == "packnet" else {}
+
+
+def test_the_specification_computes_what_a_task_leans_on(tmp_path: Path) -> None:
+    net = bitgraft.Network(grouped(), example=(2, 4, 4, 4))
+    for name in ("first", "second", "third"):
+        net.add_task(name, classes=2, method="packnet").prune(0.5)
+    leans: dict[str, str] = {}
+    for name in ("first", "second", "third"):
+        net.save_task(name, tmp_path / name)
+        about, tensors = read_from_the_specification((tmp_path / name).read_bytes())
+        assert about["leans_on"] == leans
+        digest = hashlib.sha256(json.dumps(["packnet", leans], separators=(",", ":")).encode() + b"\n")
+        for key in sorted(key for key in tensors if ":" in key):
+            digest.update(key.encode() + b"\n" + tensors[key].tobytes())
+        leans = {name: digest.hexdigest()}
+
+
+def test_a_series_adapter_by_the_specification(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv1d(1, 3, 4), nn.Flatten(), nn.Linear(3, 3)).eval()
+    net = bitgraft.Network(model, example=(2, 1, 4))
+    added = net.add_task("t", method="adapters-series", head="keep").eval()
+    rng = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for tensor in [*added.parameters(), *(b for b in added.buffers() if b.is_floating_point())]:
+            tensor.copy_(torch.rand(tensor.shape, generator=rng) + 0.5)
+        net.save_task("t", tmp_path / "t")
+        _, tensors = read_from_the_specification((tmp_path / "t").read_bytes())
+        part = {key.removeprefix("0.weight:tail."): value for key, value in tensors.items()}
+        assert set(part) == {"norm.weight", "norm.bias", "norm.running_mean", "norm.running_var", "a.weight"}
+        y = model[0](torch.ones(1, 1, 4)).numpy()[0, :, 0]
+        normal = (y - part["norm.running_mean"]) / np.sqrt(part["norm.running_var"] + 1e-5)
+        y = y + part["a.weight"][:, :, 0] @ (normal * part["norm.weight"] + part["norm.bias"])
+        expected = model[2](torch.from_numpy(y))
+        assert net(torch.ones(1, 1, 4), task="t")[0].tolist() == pytest.approx(expected.tolist(), rel=1e-5)

@@ -110,8 +110,7 @@ def rename(archive: Archive, name: str) -> Archive:
 def content(archive: Archive) -> str:
     """SHA-256 of what another task can lean on: the transforms, and what they lean on themselves."""
     card, digest = archive.card, hashlib.sha256()
-    about = [card.method, dict(card.options), dict(card.leans_on)]
-    digest.update(json.dumps(about, sort_keys=True, separators=(",", ":")).encode() + b"\n")
+    digest.update(json.dumps([card.method, dict(card.leans_on)], separators=(",", ":")).encode() + b"\n")
     for key in sorted(key for key in archive.tensors if ":" in key and not key.startswith(HEAD)):
         digest.update(key.encode() + b"\n")
         digest.update(container.raw(archive.tensors[key]))
