@@ -21,11 +21,11 @@ from bitgraft.errors import DataError
 __all__ = ["FORMS", "Images", "Splits", "drop_bad", "from_arrays", "open_data"]
 
 FORMS = f"""\
-  FOLDER                      with train/ val/ test/ in it (val and test may be missing), or class folders alone
-  DEVKIT:DOMAIN               a domain of the Visual Decathlon, as in decathlon-1.0:gtsrb
-  DEVKIT:DOMAIN:train+val     the same with val joined to train, for a final submission
-  torchvision:NAME            as in torchvision:Flowers102; downloaded when asked
-  {", ".join(f"package:{name}" for name in PACKAGES):<28}data that installs with pip"""
+  FOLDER                        with train/ val/ test/ in it (val and test may be missing), or class folders alone
+  DEVKIT:DOMAIN                 a domain of the Visual Decathlon, as in decathlon-1.0:gtsrb
+  DEVKIT:DOMAIN:train+val       the same with val joined to train, for a final submission
+  torchvision:NAME              as in torchvision:Flowers102; downloaded when asked
+  {", ".join(f"package:{name}" for name in PACKAGES):<30}data that installs with pip"""
 CACHE = Path.home() / ".cache" / "bitgraft" / "data"
 _TEST_SHARE = 0.2
 _DOMAIN = re.compile(r"(?P<root>.+?):(?P<domain>[\w.-]+)(?P<joined>:train\+val)?")
