@@ -111,6 +111,8 @@ def account(
                 printed=(printed or {}).get(method.name),
             )
         )
+    if methods is None:
+        rows.sort(key=lambda row: row.relative)
     return Account(name, tasks, parameters, tuple(rows))
 
 

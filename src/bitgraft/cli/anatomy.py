@@ -105,7 +105,7 @@ def _show(name: str, read: "Anatomy") -> None:
         for w in read.weights.values()
     ]
     summary = [
-        ("transformed, about one bit each", f"{count['transformed']:,}", f"{len(rows)} tensors, above"),
+        ("transformed, about one bit each", f"{count['transformed']:,}", "the weights above"),
         ("norm layers, a copy per task", f"{count['norms']:,}", grouped(read.norms)),
         ("head, another per task", f"{count['head']:,}", _head(read)),
         ("shared untouched", f"{count['shared']:,}", grouped(read.outside)),
