@@ -158,9 +158,8 @@ def _blank_transform(card: Card, anatomy: Anatomy, name: str, tensor: Tensor, be
     """A transform of the right make, whose values are still to come."""
     method = registry.get(card.method)
     options = method.with_options(card.options)
-    model = tensor if method.leans else tensor.to("meta")
     try:
-        blank = method.build(describe(anatomy, name), model, options, None, before) if method.build else None
+        blank = method.build(describe(anatomy, name), tensor, options, None, before) if method.build else None
     except TaskError as cause:
         raise CorruptError(f"task {card.name!r} cannot have been made as its file says ({cause})") from cause
     if blank is None:
