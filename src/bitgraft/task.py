@@ -1,5 +1,6 @@
 """A task: its name, method and classes, and the tensors that replace the backbone's own."""
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -7,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.amp.autocast_mode import is_autocast_available
 
 from bitgraft.anatomy import Anatomy
 from bitgraft.errors import TaskError, UnsafeNameError
@@ -76,16 +78,17 @@ class Task(nn.Module):
     def tensors(self) -> dict[str, Tensor]:
         """The replacement tensors, by the backbone's own names, in the backbone's dtypes."""
         replaced = {}
-        with torch.autocast(self._device_type(), enabled=False):  # weights are the same whoever asks for them
+        with self._own_precision():
             for name, transform in self.transforms.items():
                 replaced[name] = transform(self.anatomy.tensor(name).detach())
         for name, tensor in self.owned.items():
             replaced[name] = tensor.to(self.anatomy.tensor(name).dtype)
         return replaced
 
-    def _device_type(self) -> str:
-        name = next(iter(self.anatomy.places))
-        return self.anatomy.tensor(name).device.type
+    def _own_precision(self) -> contextlib.AbstractContextManager[Any]:
+        """Without autocast: weights are kept, so they must be the same whoever asks for them first."""
+        device = self.anatomy.tensor(next(iter(self.anatomy.places))).device.type
+        return torch.autocast(device, enabled=False) if is_autocast_available(device) else contextlib.nullcontext()
 
     def learns(self) -> bool:
         """Something in the task asks for a gradient."""

@@ -1,6 +1,7 @@
 """One forward pass of a private copy of the backbone, watched."""
 
 import copy
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,7 +115,8 @@ def _watch(module: nn.Module, batch: Tensor) -> Trace:
     for name, layer in module.named_modules():
         layer.register_forward_pre_hook(lambda layer, args, name=name: watch.enter(name, layer, args))
         layer.register_forward_hook(lambda layer, _, output, name=name: watch.leave(name, layer, output))
-    with torch.no_grad(), watch:
+    with torch.no_grad(), warnings.catch_warnings(), watch:
+        warnings.simplefilter("ignore")  # those of the user's forward belong to the user's calls
         output = module(batch)
     return watch.trace(output)
 
