@@ -46,7 +46,7 @@ class Graft:
     def hang(self) -> "Graft":
         """Run residual adapters, and a head behind the backbone, by hooks, for as long as this graft lives."""
         for layer, tail in _tails(self.module, self.task):
-            layer.register_forward_hook(lambda layer, args, output, tail=tail: _run_tail(tail, output))
+            layer.register_forward_hook(lambda layer, args, output, tail=tail: _run_in(torch.float32, tail, output))
         if self._behind is not None:
             self.module.register_forward_hook(lambda layer, args, output, head=self._behind: head(output))
         return self
@@ -187,18 +187,13 @@ def _tails(module: nn.Module, task: Task) -> list[tuple[nn.Module, nn.Module]]:
     return [(module.get_submodule(path), tail) for path, tail in paths if tail is not None]
 
 
-def _run_tail(tail: nn.Module, output: Tensor) -> Tensor:
-    adapted: Tensor = tail(output.float())
-    return adapted.to(output.dtype)
-
-
 class _Tailed(nn.Module):
     def __init__(self, layer: nn.Module, tail: nn.Module) -> None:
         super().__init__()
         self.layer, self.tail = layer, tail
 
     def forward(self, x: Tensor) -> Tensor:
-        return _run_tail(self.tail, self.layer(x))
+        return _run_in(torch.float32, self.tail, self.layer(x))
 
 
 class _Headed(nn.Module):
@@ -207,15 +202,27 @@ class _Headed(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
-        first = next((p for p in layer.parameters() if p.is_floating_point()), None)
-        self.dtype = first.dtype if first is not None else None
+        self.dtype = next((p.dtype for p in layer.parameters() if p.is_floating_point()), None)
 
     def forward(self, x: Tensor) -> Any:
-        output = self.layer(x if self.dtype is None else x.to(self.dtype))
-        return output if self.dtype in (None, x.dtype) else output.to(x.dtype)
+        return self.layer(x) if self.dtype in (None, x.dtype) else _run_in(self.dtype, self.layer, x)
 
     def ordinary(self, dtype: torch.dtype) -> nn.Module:
-        return self.layer if self.dtype in (None, dtype) else _as_graph(self)
+        return self.layer if self.dtype in (None, dtype) else _as_graph(_Rounding(self.layer, self.dtype))
+
+
+class _Rounding(nn.Module):
+    def __init__(self, layer: nn.Module, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.layer, self.dtype = layer, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _run_in(self.dtype, self.layer, x)
+
+
+def _run_in(dtype: torch.dtype | None, layer: nn.Module, x: Tensor) -> Tensor:
+    output: Tensor = layer(x.to(dtype))
+    return output.to(x.dtype)
 
 
 def _replace(tree: nn.Module, old: nn.Module, new: nn.Module) -> None:
@@ -224,7 +231,7 @@ def _replace(tree: nn.Module, old: nn.Module, new: nn.Module) -> None:
             tree.set_submodule(path, new)
 
 
-def _as_graph(module: "_Tailed | _Headed") -> nn.Module:
+def _as_graph(module: _Tailed | _Rounding) -> nn.Module:
     """The same as one graph of ordinary modules, which opens where bitgraft is not installed."""
 
     class Tracer(fx.Tracer):

@@ -92,7 +92,7 @@ def _classifier(anatomy: Anatomy, names: tuple[str, ...], rng: torch.Generator) 
     layer = anatomy.backbone.get_submodule(anatomy.head)
     tensors = {f"{anatomy.head}.{name}": t for name, t in _fresh(layer, len(names), rng, None).items()}
     for name in tensors:
-        if len(anatomy.places.get(name, ())) > 1:
+        if len(anatomy.places.get(name, ())) != 1:
             raise BackboneError(
                 f"the head's {name!r} is tied to another weight of the backbone: pass a head module instead"
             )
