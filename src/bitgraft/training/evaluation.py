@@ -18,8 +18,8 @@ class Loader:
     def __init__(self, data: Any, batches: Batches, workers: int, pin: bool) -> None:
         self.data, self.batches = data, batches
         self._loader: DataLoader[Any] = DataLoader(
-            data, batch_sampler=batches, num_workers=workers, pin_memory=pin, persistent_workers=False
-        )
+            data, batch_sampler=batches, num_workers=workers, pin_memory=pin, generator=torch.Generator()
+        )  # with a generator of its own: it draws a number for each pass, which must not move the network's randomness
 
     def from_step(self, epoch: int, step: int) -> Iterator[Any]:
         if hasattr(self.data, "set_epoch"):
@@ -33,7 +33,8 @@ class Loader:
     def plain(self) -> Iterator[Any]:
         """Every image once, in order and without augmentation, in every process."""
         data = self.data.without_augmentation() if hasattr(self.data, "without_augmentation") else self.data
-        return iter(DataLoader(data, batch_size=4 * self.batches.size, num_workers=self._loader.num_workers))
+        workers, rng = self._loader.num_workers, torch.Generator()
+        return iter(DataLoader(data, batch_size=4 * self.batches.size, num_workers=workers, generator=rng))
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +14,17 @@ from torch import Tensor
 from bitgraft.errors import TrainingError
 from bitgraft.methods import registry
 from bitgraft.network import Network
-from bitgraft.training import checkpoints, optimisers
+from bitgraft.training import optimisers
 from bitgraft.training.batches import Batches
 from bitgraft.training.config import QUICK, Config
 from bitgraft.training.evaluation import Loader, evaluate
 from bitgraft.training.headstart import fit_head
 from bitgraft.training.learner import Learner, Loss, Objective, balanced
 from bitgraft.training.observers import Observer
+from bitgraft.training.state import Position, Result, State, load, save
 from bitgraft.training.statistics import synchronised
 
 CHECK_EVERY = 50  # steps between looks at the loss, each of which waits for the device
-
-
-@dataclass
-class Position:
-    """Where a run is: before this step of this epoch of this phase."""
-
-    phase: int = 0
-    epoch: int = 0
-    step: int = 0
-    epochs_done: int = 0
-    """Over all phases; batches and augmentation are drawn from it."""
-
-
-@dataclass
-class Result:
-    history: list[dict[str, Any]] = field(default_factory=list)
-    """One record for each epoch."""
-    best: dict[str, Any] | None = None
-    """The record of the best epoch on validation."""
 
 
 class StoppedError(TrainingError):
@@ -154,12 +135,13 @@ class _Run:
         for observer in self.observers:
             observer.begin(self.names, self._epochs(), len(self._turns()), self.at.epochs_done)
         for phase in range(self.at.phase, len(self.phases)):
-            self._run_phase(state if phase == self.at.phase else None)
+            self._run_phase(state)
+            state = None
             self.at = Position(phase + 1, epochs_done=self.at.epochs_done)
         self._finish()
         return self.result
 
-    def _run_phase(self, state: Mapping[str, Any] | None) -> None:
+    def _run_phase(self, state: State | None) -> None:
         phase = self.phases[self.at.phase]
         if phase.prune is not None and self.at.epoch == 0 and self.at.step == 0:
             for task in self.tasks.values():
@@ -167,8 +149,8 @@ class _Run:
         learned = [pair for task in self.tasks.values() for pair in task.roles()]
         built = optimisers.build(learned, self.config, phase)
         self.optimizers = [self.accelerator.prepare(optimizer) for optimizer in built]
-        if state is not None and state["optimizers"] is not None:
-            for optimizer, held in zip(self.optimizers, state["optimizers"], strict=True):
+        if state is not None and state.optimizers is not None:
+            for optimizer, held in zip(self.optimizers, state.optimizers, strict=True):
                 optimizer.load_state_dict(held)
         epochs = phase.epochs if phase.epochs is not None else self.config.epochs
         while self.at.epoch < epochs:
@@ -291,38 +273,20 @@ class _Run:
 
     def _save(self) -> None:
         self.saved_at = time.monotonic()
-        if self.path is None or not self.accelerator.is_main_process:
-            return
-        whole_phase = self.at.epoch == 0 and self.at.step == 0
-        checkpoints.save(
-            self.path,
-            {
-                "config": asdict(self.config),
-                "at": asdict(self.at),
-                "tasks": {name: task.state_dict() for name, task in self.tasks.items()},
-                "optimizers": None if whole_phase else [o.state_dict() for o in self.optimizers],
-                "sums": self.sums,
-                "rng": torch.get_rng_state(),
-                "history": self.result.history,
-                "best": self.result.best,
-                "best_state": self.best_state,
-            },
-        )
+        if self.path is not None and self.accelerator.is_main_process:
+            fresh_phase = self.at.epoch == 0 and self.at.step == 0
+            held = None if fresh_phase else [optimizer.state_dict() for optimizer in self.optimizers]
+            tasks = {name: task.state_dict() for name, task in self.tasks.items()}
+            save(self.path, self.config, State(self.at, self.result, tasks, held, self.best_state, self.sums))
 
-    def _resume(self) -> Mapping[str, Any]:
+    def _resume(self) -> State:
         if self.path is None:
             raise TrainingError("resume needs the folder of the run that is to go on")
-        state = checkpoints.load(self.path)
-        if state["config"] != asdict(self.config) or set(state["tasks"]) != set(self.names):
-            changed = sorted(k for k, v in asdict(self.config).items() if state["config"].get(k) != v)
-            raise TrainingError(f"the run in {self.path.parent} was started with other settings ({', '.join(changed)})")
-        self.at = Position(**state["at"])
+        state = load(self.path, self.config, self.names)
+        self.at, self.result, self.best_state = state.at, state.result, state.best_tasks
         for name, task in self.tasks.items():
-            task.load_state_dict(state["tasks"][name])
-        self.sums.copy_(state["sums"])
-        torch.set_rng_state(state["rng"])
-        self.result = Result(state["history"], state["best"])
-        self.best_state = state["best_state"]
+            task.load_state_dict(state.tasks[name])
+        self.sums.copy_(state.sums)
         return state
 
 
