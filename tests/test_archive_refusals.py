@@ -279,6 +279,13 @@ def test_classes_that_do_not_fit_the_head(classes: Any, tmp_path: Path) -> None:
     refuse(crafted(put("classes", classes)), ClassesError, "classes", tmp_path)
 
 
+def test_a_number_of_classes_is_bounded_where_no_head_bounds_it() -> None:
+    most = archive.from_bytes(crafted(put("classes", 2**20), head="keep"))
+    assert len(most.card.classes or ()) == 2**20
+    with pytest.raises(ClassesError, match="its classes, 1048577, are"):
+        archive.from_bytes(crafted(put("classes", 2**20 + 1), head="keep"))
+
+
 def test_classes_and_kinds_of_head_that_do_not_go_together(tmp_path: Path) -> None:
     refuse(crafted(put("classes", 3), head=None), ClassesError, "head of kind 'none'", tmp_path)
     refuse(crafted(put("head", "none")), ClassesError, "head of kind 'none'", tmp_path)
