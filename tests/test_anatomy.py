@@ -299,13 +299,17 @@ REFUSED = {
     ),
     "lazy": (lazy, r"'0\.weight' is lazy and has no shape yet: run the backbone once"),
     "integer": (integer, r"'0\.weight' is of type torch\.int8.*before quantisation"),
+    "quantised": (
+        lambda: nn.Sequential(nn.Linear(3, 4), torch.ao.nn.quantized.dynamic.Linear(4, 2)),
+        "layer '1' is quantised: pass the backbone before quantisation",
+    ),
     "uncopyable": (Uncopyable, r"Uncopyable cannot be copied \(TypeError: cannot pickle a socket\).*deepcopy"),
     "weightless": (nn.ReLU, "ReLU has no weights"),
     "name": (lambda: "resnet50", r"a torch\.nn\.Module, not a str: build it first"),
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning", "ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_a_backbone_gets_a_sentence_of_its_own(case):
     make, sentence = REFUSED[case]

@@ -1,5 +1,6 @@
 import copy
 import pickle
+import warnings
 
 import pytest
 import timm
@@ -461,11 +462,26 @@ def test_moving_to_the_same_device_changes_nothing():
     assert torch.equal(run(net.to("cpu"), x, task="t"), answer)
 
 
+@pytest.mark.parametrize("assign", [True, False])
+def test_a_state_dict_loaded_into_a_network_is_followed(assign):
+    net, other, x = Network(tiny()), Network(tiny(seed=1)), batch()
+    for each, seed in ((net, 0), (other, 1)):
+        each.add_task("t", classes=3, seed=seed)
+        run(each, x)
+        run(each, x, task="t")
+    net.load_state_dict(copy.deepcopy(other.state_dict()), assign=assign)
+    assert torch.equal(run(net, x), run(other, x))
+    assert torch.equal(run(net, x, task="t"), run(other, x, task="t"))
+    learn(net, "t", x)
+    assert torch.equal(run(net, x, task="t"), run(net.export("t"), x))
+    assert not torch.equal(run(net, x, task="t"), run(other, x, task="t"))
+
+
 def test_a_network_without_values_still_knows_its_shapes():
     net = Network(tiny())
     net.add_task("t", classes=3)
-    net.to("meta")
-    assert run(net, batch().to("meta"), task="t").shape == (4, 3)
+    net.to("meta").bfloat16()
+    assert run(net, batch().to("meta", torch.bfloat16), task="t").shape == (4, 3)
 
 
 class Scaled(Tiny):
@@ -592,6 +608,20 @@ def test_checkpointing_without_reentrance_bears_two_forwards_and_an_evaluation_b
         run(net, x, task="t")
         for loss in losses:
             loss.backward()
+        results.append({n: p.grad for n, p in task.named_parameters()})
+    assert same(*results)
+
+
+def test_reentrant_checkpointing_bears_an_evaluation_before_the_backward():
+    results = []
+    for setting in (None, True):
+        torch.manual_seed(0)
+        net, x = Network(Checkpointed(setting)), batch()
+        task = net.add_task("t", classes=3).train()
+        loss = F.cross_entropy(net(x, task="t"), torch.arange(4) % 3)
+        with warnings.catch_warnings(action="ignore"):  # a reentrant block warns where there are no gradients
+            run(net, x, task="t")
+        loss.backward()
         results.append({n: p.grad for n, p in task.named_parameters()})
     assert same(*results)
 

@@ -158,6 +158,8 @@ def _refuse(backbone: nn.Module) -> None:
                 f"layer {name!r} computes its weight with a parametrization: "
                 "call torch.nn.utils.parametrize.remove_parametrizations on it first"
             )
+        if ".quantized" in type(module).__module__:
+            raise BackboneError(f"layer {name!r} is quantised: pass the backbone before quantisation")
     for name, tensor in [*backbone.named_parameters(), *backbone.named_buffers()]:
         if is_lazy(tensor):
             raise BackboneError(f"{name!r} is lazy and has no shape yet: run the backbone once on a batch first")

@@ -257,7 +257,7 @@ class Network(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Network":
         blank = torch.empty(0, dtype=self.anatomy.dtype)
-        if fn(blank).dtype != blank.dtype:
+        if fn(blank).dtype != blank.dtype and not any(p.is_meta for p in self.backbone.parameters()):
             _ = self.fingerprint  # of the weights as they were given, before they are rounded
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         with self._lock:

@@ -55,6 +55,7 @@ class Task(nn.Module):
         for name, tensor in owned.items():
             _register(self._owned, name, tensor)
         self.head = head
+        self.register_load_state_dict_post_hook(_note_exchange)  # type: ignore[no-untyped-call]
 
     @property
     def name(self) -> str:
@@ -167,6 +168,10 @@ class Task(nn.Module):
     def extra_repr(self) -> str:
         count = len(self.classes) if self.classes is not None else "no"
         return f"{self.name!r}, method={self.card.method!r}, {count} classes, {self.bits() / 8000:.0f} kB"
+
+
+def _note_exchange(task: Task, keys: Any) -> None:
+    task.revision += 1  # load_state_dict(assign=True) puts other tensors in place
 
 
 def check_name(name: str) -> str:
