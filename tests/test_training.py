@@ -54,6 +54,10 @@ def network(method: str = "full", name: str = "stripes") -> Network:
 
 
 SHORT = QUICK.changed(epochs=2, batch=16)
+PROPORTIONATE = SHORT.changed(  # Adam divides by a gradient's size, and so makes much of the rounding of a tiny one
+    optimizers=dict.fromkeys(QUICK.optimizers, "sgd"),
+    rates={"scores": 1e-2, "k": 1e-2, "norms": 1e-2, "weights": 1e-2, "head": 1e-2},
+)
 
 
 def trained_bytes(net: Network, path) -> bytes:
@@ -326,7 +330,7 @@ TWO = textwrap.dedent(
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     accelerator = Accelerator(cpu=True)
-    result = t.fit(net, "stripes", t.stripes(50, 1), t.stripes(31, 2), t.SHORT, accelerator=accelerator)
+    result = t.fit(net, "stripes", t.stripes(50, 1), t.stripes(31, 2), t.PROPORTIONATE, accelerator=accelerator)
     if accelerator.is_main_process:
         torch.save({{"tensors": net.tasks["stripes"].state_dict(), "history": result.history}}, {out!r})
     if accelerator.num_processes > 1:
@@ -351,16 +355,16 @@ def test_two_processes_give_what_one_gives(tmp_path, method):
     one, two = found
     for name, tensor in one["tensors"].items():
         if tensor.is_floating_point():
-            assert torch.allclose(tensor, two["tensors"][name], atol=2e-4), name
+            assert torch.allclose(tensor, two["tensors"][name], atol=1e-5), name
     for a, b in zip(one["history"], two["history"], strict=True):
-        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-3)
+        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-4)
         assert a["val_accuracy"] == pytest.approx(b["val_accuracy"], abs=0.04)
 
 
 def test_batches_cover_every_image_once_and_shares_make_up_the_batch():
     whole = list(Batches(23, 5, 3).at(1))
     assert sorted(index for batch in whole for index in batch) == list(range(23))
-    assert [whole_size for whole_size in map(len, whole)] == [Batches(23, 5, 3).whole(step) for step in range(5)]
+    assert list(map(len, whole)) == [Batches(23, 5, 3).whole(step) for step in range(5)]
     assert list(Batches(23, 5, 3).at(1, 2)) == whole[2:]
     shares = [list(Batches(23, 5, 3, rank, 2).at(1)) for rank in range(2)]
     for step, batch in enumerate(whole):

@@ -45,13 +45,13 @@ class Store:
         try:
             about = json.loads((self.folder / "store.json").read_text())
             if about["format"] != FORMAT:
-                raise StoreError(f"{folder} is a store of format {about['format']}, this bitgraft knows {FORMAT}: update it")
+                raise StoreError(f"{folder} is a store of format {about['format']}: this bitgraft knows {FORMAT}")
             self.backbone = Backbone(**about["backbone"])
             self.fingerprint: str = about["fingerprint"]
         except FileNotFoundError:
-            raise StoreError(f"there is no store at {folder}: `bitgraft train` makes one, with --store {folder}") from None
+            raise StoreError(f"there is no store at {folder}: `bitgraft train --store {folder}` makes one") from None
         except (ValueError, KeyError, TypeError, OSError) as cause:
-            raise StoreError(f"{self.folder / 'store.json'} is damaged ({cause}): restore it, or begin a new store") from cause
+            raise StoreError(f"{self.folder}/store.json is damaged ({cause}): restore it, or begin anew") from cause
 
     @classmethod
     def create(cls, folder: str | Path, backbone: Backbone, fingerprint: str) -> "Store":
@@ -67,8 +67,8 @@ class Store:
         store = cls(path)
         if store.fingerprint != fingerprint:
             raise StoreError(
-                f"the store at {folder} has the backbone {store.backbone.name} with fingerprint {store.fingerprint[:12]}, "
-                f"not {backbone.name} with {fingerprint[:12]}: a store holds the tasks of one backbone; choose another folder"
+                f"the store at {folder} has the backbone {store.backbone.name}, fingerprint {store.fingerprint[:12]}, "
+                f"not {backbone.name}, {fingerprint[:12]}: a store holds the tasks of one backbone; choose another"
             )
         return store
 

@@ -68,6 +68,10 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         """Before a loader is iterated over; its workers see it too."""
         self._epoch.fill_(epoch)
 
+    def without_augmentation(self) -> "ImageDataset":
+        """The same images as they are evaluated."""
+        return ImageDataset(self.images, self.preprocessing)
+
     def __len__(self) -> int:
         return len(self.images)
 

@@ -33,7 +33,7 @@ class Config:
     label_smoothing: float = 0.0
     class_weights: Literal["balanced"] | tuple[float, ...] | None = None
     head_start: bool = False
-    """Fit the head on cached features of the task as it starts, before anything else learns."""
+    """Settle the task's norm statistics on the data and fit its head on cached features, before anything learns."""
     patience: int | None = None
     """Stop after so many epochs without a better validation accuracy."""
     keep: Literal["last", "best"] = "last"

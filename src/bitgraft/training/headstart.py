@@ -1,4 +1,8 @@
-"""Fit a task's head on cached features before anything else learns: seconds that save epochs."""
+"""What a task starts from: its norm layers' statistics settled on the data, its head fitted on cached features.
+
+Both take seconds and save epochs. Statistics come first: a head that was fitted to features normalised by the
+backbone's statistics is of no use once the task's own batches do the normalising.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,13 +11,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bitgraft.graft import Graft
 from bitgraft.network import Network
 
+Batch = tuple[Tensor, Tensor]
 STEPS = 300
 DECAY = 1e-4
 
 
-def fit_head(net: Network, name: str, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> bool:
+@torch.no_grad()
+def settle_statistics(net: Network, name: str, batches: Iterable[Batch], device: torch.device) -> None:
+    """Make the running statistics that the task owns the mean over one pass of training batches."""
+    task = net.tasks[name].train()
+    graft = Graft(task).hang()
+    graft.refresh()
+    layers: list[Any] = [m for m in graft.module.modules() if getattr(m, "running_mean", None) is not None]
+    moving = [layer for layer in layers if layer.training]
+    if not moving:
+        return
+    for layer in moving:  # of this graft alone, which is thrown away
+        layer.momentum = None
+        layer.num_batches_tracked.zero_()
+    for images, _ in batches:
+        graft(images.to(device))
+
+
+def fit_head(net: Network, name: str, batches: Iterable[Batch], device: torch.device) -> bool:
     """Minimise the head's cross entropy over all of the data at once. False where the head is not a linear one."""
     task = net.tasks[name]
     if task.card.head not in ("classes", "linear"):
@@ -36,26 +59,28 @@ def _head_parameters(net: Network, name: str) -> tuple[nn.Parameter, nn.Paramete
 
 
 @torch.no_grad()
-def _features(
-    net: Network, name: str, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _features(net: Network, name: str, batches: Iterable[Batch], device: torch.device) -> Batch:
     """What the head takes in, for every image, with the task as it starts and in evaluation mode."""
-    task = net.tasks[name]
-    was_training = task.training
-    task.eval()
-    module = net.module(name)
-    head = task.head if task.head is not None else module.get_submodule(net.anatomy.head or "")
+    task = net.tasks[name].eval()
+    graft = Graft(task).hang()
+    graft.refresh()
+    head = task.head if task.head is not None else graft.module.get_submodule(net.anatomy.head or "")
     taken: list[Tensor] = []
+    labels: list[Tensor] = []
     hook = head.register_forward_pre_hook(lambda layer, args: taken.append(args[0]))
     try:
-        labels = []
         for images, targets in batches:
-            net(images.to(device), task=name)
+            graft(images.to(device))
             labels.append(targets.to(device))
     finally:
         hook.remove()
-        task.train(was_training)
-    return torch.cat(taken).flatten(1) if taken[0].dim() > 2 else torch.cat(taken), torch.cat(labels)
+    features = torch.cat(taken)
+    return features.flatten(1) if _is_pixel(features) else features, torch.cat(labels)
+
+
+def _is_pixel(features: Tensor) -> bool:
+    """Features of a head that is a 1x1 convolution on a map of one pixel."""
+    return features.dim() > 2 and features[0, 0].numel() == 1
 
 
 def _minimise(features: Tensor, labels: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> None:

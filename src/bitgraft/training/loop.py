@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from bitgraft.training import optimisers
 from bitgraft.training.batches import Batches
 from bitgraft.training.config import QUICK, Config
 from bitgraft.training.evaluation import Loader, evaluate
-from bitgraft.training.headstart import fit_head
+from bitgraft.training.headstart import fit_head, settle_statistics
 from bitgraft.training.learner import Learner, Loss, Objective, balanced
 from bitgraft.training.observers import Observer
 from bitgraft.training.state import Position, Result, State, load, save
@@ -130,8 +130,10 @@ class _Run:
     def go(self, resume: bool) -> Result:
         state = self._resume() if resume else None
         if state is None and self.config.head_start:
-            for name in self.names:
-                fit_head(self.net, name, self.train[name].plain(), self.accelerator.device)
+            for name, loader in self.train.items():
+                with self._over_processes():
+                    settle_statistics(self.net, name, loader.from_step(0, 0), self.accelerator.device)
+                fit_head(self.net, name, loader.plain(), self.accelerator.device)
         for observer in self.observers:
             observer.begin(self.names, self._epochs(), len(self._turns()), self.at.epochs_done)
         for phase in range(self.at.phase, len(self.phases)):
@@ -194,7 +196,7 @@ class _Run:
         for index, (part, wanted) in enumerate(parts):
             last = index == len(parts) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.learner):
-                with self.accelerator.autocast(), synchronised() if world > 1 else nullcontext():
+                with self.accelerator.autocast(), self._over_processes():
                     output = self.learner(part, name)
                     loss = self.objective(name, output, wanted)
                 self.accelerator.backward(loss * (world / whole))
@@ -204,6 +206,10 @@ class _Run:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+    def _over_processes(self) -> AbstractContextManager[Any]:
+        """Batch norm takes its statistics over the batch of all processes."""
+        return synchronised() if self.accelerator.num_processes > 1 else nullcontext()
 
     def _between_steps(self, index: int, count: int) -> None:
         """Look at the loss now and then, save now and then, stop when asked to."""
