@@ -125,7 +125,7 @@ class Task(nn.Module):
             for name, tensor in self.owned.items()
             if name not in head and (isinstance(tensor, nn.Parameter) or (statistics and tensor.is_floating_point()))
         ]
-        return 32 * sum(kept) + sum(transform.bits() for transform in self.transforms.values())
+        return 32 * sum(kept) + sum(t.bits(statistics=statistics) for t in self.transforms.values())
 
     def freeze(self) -> "Task":
         """End of learning: masks become bits, nothing asks for a gradient. Outputs stay the same to the last bit."""
