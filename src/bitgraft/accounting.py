@@ -6,7 +6,6 @@ Everything is counted on the meta device, where tensors have shapes but take no 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,8 +126,7 @@ def file_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def _cost(anatomy: Anatomy, method: registry.Method) -> tuple[int, int]:
-    unset: Any = None  # no randomness: values are left unset
-    transforms = registry.transforms(method, anatomy, method.options, unset, {})
+    transforms = registry.transforms(method, anatomy, method.options, None, {})
     owned = registry.owned(method, anatomy, method.options)
     task = Task(Card(method.name, method.name, {}, "keep"), anatomy, transforms, owned, None)
     return task.bits(statistics=False), file_bytes(_filed(task))

@@ -103,9 +103,9 @@ def method_names() -> list[str]:
 
 
 def transforms(
-    method: Method, anatomy: Anatomy, options: Options, rng: torch.Generator, before: Mapping[str, Transform]
+    method: Method, anatomy: Anatomy, options: Options, rng: torch.Generator | None, before: Mapping[str, Transform]
 ) -> dict[str, Transform]:
-    """A new task's transforms, one for each weight that the method takes."""
+    """A new task's transforms, one for each weight that the method takes. Without randomness values are left unset."""
     if method.build is None:
         return {}
     built, outright = {}, owned_names(method, anatomy, options)
