@@ -148,3 +148,21 @@ def test_parameters_that_the_task_does_not_replace_are_shared_and_buffers_are_no
     assert graft.module.stem.weight.data_ptr() == backbone.stem.weight.data_ptr()
     assert graft.module.norm1.running_mean.data_ptr() != backbone.norm1.running_mean.data_ptr()
     assert graft.module.stem is not backbone.stem
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_series_adapter_adds_to_an_output_that_keeps_its_precision(dtype):
+    torch.manual_seed(0)
+    net = Network(nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)).to(dtype))
+    task, x = net.add_task("t", method="adapters-series", head="keep").eval(), batch().to(dtype)
+    net.eval()
+    assert torch.equal(run(net, x, task="t"), run(net, x))  # it starts at A = 0, and nothing is rounded on the way
+    tail = task.transforms["0.weight"].tail
+    nn.init.normal_(tail.a.weight)
+    nn.init.normal_(tail.norm.running_mean)
+    with torch.no_grad():
+        y = net.backbone[0](x)
+        wide = y.to(torch.promote_types(dtype, torch.float32))
+        expected = net.backbone[1:]((wide + tail.a(tail.norm(y.float()))).to(dtype))
+    assert torch.equal(run(net, x, task="t"), expected)
+    assert torch.equal(run(net.export("t"), x), expected)

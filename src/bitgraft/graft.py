@@ -46,7 +46,7 @@ class Graft:
     def hang(self) -> "Graft":
         """Run residual adapters, and a head behind the backbone, by hooks, for as long as this graft lives."""
         for layer, tail in _tails(self.module, self.task):
-            layer.register_forward_hook(lambda layer, args, output, tail=tail: _run_in(torch.float32, tail, output))
+            layer.register_forward_hook(lambda layer, args, output, tail=tail: tail(output))
         if self._behind is not None:
             self.module.register_forward_hook(lambda layer, args, output, head=self._behind: head(output))
         return self
@@ -193,7 +193,7 @@ class _Tailed(nn.Module):
         self.layer, self.tail = layer, tail
 
     def forward(self, x: Tensor) -> Tensor:
-        return _run_in(torch.float32, self.tail, self.layer(x))
+        return self.tail(self.layer(x))  # type: ignore[no-any-return]
 
 
 class _Headed(nn.Module):
