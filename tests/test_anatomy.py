@@ -38,6 +38,30 @@ def test_instance_norm_undoes_a_scale_and_a_bias():
     assert facts(read_anatomy(net)) == {"0.weight": ("1", True)}
 
 
+@pytest.mark.parametrize(
+    ("norm", "bias", "undone"),
+    [
+        (nn.BatchNorm2d(4), True, True),
+        (nn.InstanceNorm2d(4), True, True),
+        (nn.GroupNorm(2, 4), False, False),
+        (nn.GroupNorm(4, 4), True, True),  # one group for each channel
+        (nn.LayerNorm([4, 8, 8]), False, False),
+    ],
+)
+def test_only_a_norm_of_each_channel_by_itself_undoes_a_scale_for_each(norm, bias, undone):
+    net = layered(nn.Conv2d(3, 4, 3, padding=1, bias=bias), norm).eval()
+    weight = read_anatomy(net, example=(1, 3, 8, 8)).weights["0.weight"]
+    assert weight.channels_scale_free == undone
+    assert weight.scale_free
+    task = Network(net, example=(1, 3, 8, 8)).add_task("t", classes=2, per="channel")
+    assert (0 in task.transforms["0.weight"].rule.learned) == (not undone)
+    images, scaled = batch(2, 3, 8, 8), nn.Conv2d(3, 4, 3, padding=1, bias=bias)
+    scaled.load_state_dict(net[0].state_dict())
+    scaled.weight.data *= torch.tensor([0.5, 2.0, 3.0, 5.0]).view(4, 1, 1, 1)
+    norm.train()  # as a task learns; what the claim means
+    assert torch.allclose(norm(scaled(images)), norm(net[0](images)), atol=1e-3) == undone
+
+
 def test_a_frozen_batch_norm_undoes_nothing():
     net = layered(nn.Conv2d(3, 4, 3, bias=False), timm.layers.FrozenBatchNormAct2d(4))
     assert facts(read_anatomy(net)) == {"0.weight": ("1", False)}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from bitgraft.errors import BackboneError
-from bitgraft.layers import is_conv, is_norm, is_transposed, undoes_scale, weight_attributes
+from bitgraft.layers import is_conv, is_norm, is_transposed, undoes_channel_scales, undoes_scale, weight_attributes
 from bitgraft.tracing import Trace, trace
 from bitgraft.transforms import Weight
 
@@ -116,7 +116,7 @@ def read_anatomy(
     weights = {name: _describe(backbone, places, name, seen) for name in found if name not in skipped}
     if scale_free != AUTO:
         fixed = set(_match(scale_free, weights, "scale_free"))
-        weights = {n: replace(w, scale_free=n in fixed) for n, w in weights.items()}
+        weights = {n: replace(w, scale_free=n in fixed, channels_scale_free=n in fixed) for n, w in weights.items()}
     layers = _norms(backbone, places)
     kept = _match(norms, layers, "norms") if norms != AUTO else list(layers)
     owned = in_head.union(*(layers[name] for name in kept))
@@ -212,13 +212,15 @@ def _describe(backbone: nn.Module, places: Places, name: str, seen: Trace | None
     feeds = [seen.feeds.get(_parent(name)) if seen else None]
     tied = [path for path, _ in places[name][1:] if backbone.get_submodule(path) is not module]
     feeds += [seen.feeds.get(path) if seen else None for path in tied]
+    norms = [backbone.get_submodule(path) for path in feeds if path]
     return Weight(
         name=name,
         shape=tensor.shape,
         kind="conv" if is_conv(module) else "transposed" if is_transposed(module) else "linear",
         groups=getattr(module, "groups", 1),
         feeds=feeds[0] if all(feeds) else None,
-        scale_free=all(norm and undoes_scale(module, backbone.get_submodule(norm)) for norm in feeds),
+        scale_free=all(feeds) and all(undoes_scale(module, norm) for norm in norms),
+        channels_scale_free=all(feeds) and all(undoes_channel_scales(norm) for norm in norms),
     )
 
 

@@ -39,10 +39,19 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def undoes_scale(layer: nn.Module, norm: nn.Module) -> bool:
-    """Batch and instance norm take away a layer's bias as well; the others undo a scale only where there is none."""
-    if "frozen" in type(norm).__name__.lower():  # torchvision's and timm's: a fixed affine map, which undoes nothing
-        return False
-    return isinstance(norm, _BatchNorm | _InstanceNorm) or getattr(layer, "bias", None) is None
+    """A norm of each channel takes away a layer's bias as well; the others undo a scale only where there is none."""
+    return undoes_channel_scales(norm) or (not _frozen(norm) and getattr(layer, "bias", None) is None)
+
+
+def undoes_channel_scales(norm: nn.Module) -> bool:
+    """Batch and instance norm take each channel by itself, and so undo a scale for each; the others mix channels."""
+    single = isinstance(norm, nn.GroupNorm) and norm.num_groups == norm.num_channels
+    return not _frozen(norm) and (single or isinstance(norm, _BatchNorm | _InstanceNorm))
+
+
+def _frozen(norm: nn.Module) -> bool:
+    """torchvision's and timm's frozen batch norms: a fixed affine map, which undoes nothing."""
+    return "frozen" in type(norm).__name__.lower()
 
 
 def weight_attributes(module: nn.Module) -> list[str]:

@@ -23,6 +23,8 @@ class Weight:
     """The norm layer that takes this layer's output and nothing else, if there is one."""
     scale_free: bool = False
     """That norm undoes any scale of this weight, so k0 stays 1 (the paper, section 3.1)."""
+    channels_scale_free: bool = False
+    """That norm undoes a scale of each output channel by itself, so k0 stays 1 also with one k per channel."""
 
     @property
     def kernel(self) -> tuple[int, ...]:
@@ -64,7 +66,7 @@ class Transform(nn.Module):
     """W -> W~, with a few parameters of its own. Subclasses say what they cost and what goes into a file."""
 
     tail: nn.Module | None
-    """A module to run on the layer's output (series residual adapters alone have one)."""
+    """A module to run on the layer's output, which it gives back in the same dtype (series adapters alone have one)."""
 
     def __init__(self) -> None:
         super().__init__()

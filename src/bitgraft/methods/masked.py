@@ -19,7 +19,7 @@ class MaskOptions(Options):
     """Each k is a constant or learned; a learned one begins where W~ = W."""
 
     k0: K | Literal["auto"] = "auto"
-    """auto: 1 where a norm undoes the weight's scale, learned elsewhere."""
+    """auto: 1 where a norm undoes the weight's scale (with per="channel", that of each channel), learned elsewhere."""
     k1: K = "learn"
     k2: K = "learn"
     k3: K = "learn"
@@ -48,7 +48,8 @@ class MaskOptions(Options):
     def rule(self, weight: Weight) -> MaskRule:
         values = [self.k0, self.k1, self.k2, self.k3]
         if self.k0 == "auto":
-            values[0] = 1.0 if weight.scale_free else "learn"
+            undone = weight.channels_scale_free if self.per == "channel" else weight.scale_free
+            values[0] = 1.0 if undone else "learn"
         return MaskRule(
             fixed=tuple(None if isinstance(value, str) else float(value) for value in values),
             threshold=self.threshold,
