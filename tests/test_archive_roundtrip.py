@@ -214,6 +214,18 @@ def test_a_head_module_must_be_like_the_one_saved_and_is_left_alone_otherwise(tm
     assert set(net.tasks) == {"t"}
 
 
+@pytest.mark.parametrize(("head", "classes"), [("auto", 4), ("keep", None), (None, None)])
+def test_a_head_module_that_the_task_does_not_need_is_refused(
+    head: str | None, classes: int | None, tmp_path: Path
+) -> None:
+    net = network()
+    net.add_task("t", head=head, classes=classes)
+    net.save_task("t", tmp_path / "t")
+    with pytest.raises(TaskError, match="not saved with a head module of its own.*load it without head="):
+        net.load_task(tmp_path / "t", name="other", head=nn.Linear(3, 4))
+    assert set(net.tasks) == {"t"}
+
+
 def test_a_head_module_with_tied_weights_survives(tmp_path: Path) -> None:
     def tied() -> nn.Module:
         model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))

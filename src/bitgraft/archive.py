@@ -256,6 +256,11 @@ def _misfit(card: Card, outputs: set[int]) -> ClassesError:
 
 def _revive_head(archive: Archive, anatomy: Anatomy, given: nn.Module | None) -> nn.Module | None:
     state, card = archive.head(), archive.card
+    if given is not None and card.head != "module":
+        raise TaskError(
+            f"task {card.name!r} was not saved with a head module of its own (its head is of kind {card.head!r}): "
+            "load it without head=..."
+        )
     if card.head not in ("linear", "module"):
         if state:
             raise CorruptError(
