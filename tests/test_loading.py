@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from bitgraft import loading
 from bitgraft.backbones import ResNet26, WideResNet, wide_resnet
-from bitgraft.errors import BackboneError
-from bitgraft.loading import UnknownBackboneError, load_backbone, read_backbone, skeleton
+from bitgraft.errors import BackboneError, UnknownBackboneError
+from bitgraft.loading import load_backbone, read_backbone, skeleton
 
 SMALL = "wrn-10-1"
 

@@ -2,6 +2,7 @@
 
     BitgraftError
     ├── BackboneError          the backbone cannot be read, or is not what a call needs
+    │   └── UnknownBackboneError   no network goes by that name
     ├── TaskError              a task's name, classes, head or options do not fit
     │   ├── UnknownTaskError   no task of that name
     │   └── NoFreeWeightsError PackNet has no weights left for a further task
@@ -25,6 +26,10 @@ class BitgraftError(Exception):
 
 
 class BackboneError(BitgraftError, ValueError):
+    pass
+
+
+class UnknownBackboneError(BackboneError):
     pass
 
 

@@ -26,17 +26,13 @@ from torch import nn
 
 from bitgraft.anatomy import Anatomy, read_anatomy
 from bitgraft.backbones import resnet26, wide_resnet
-from bitgraft.errors import BackboneError
+from bitgraft.errors import BackboneError, UnknownBackboneError
 from bitgraft.weights import classes_in, fit, prepare, read_weights
 
 REMEDY = "pass a file of weights (--weights FILE), or --no-pretrained to begin with random ones"
 
 Build = Callable[[bool, int | None], nn.Module]
 """(with its published weights, the number of classes or None for its own) -> the network."""
-
-
-class UnknownBackboneError(BackboneError):
-    """No network goes by that name."""
 
 
 def load_backbone(name: str, *, weights: str | Path | None = None, pretrained: bool = True) -> nn.Module:

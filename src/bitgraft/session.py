@@ -1,22 +1,26 @@
 """From a data set to a task file in a store: what `bitgraft train` and the demo both do."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 
 from bitgraft.data.dataset import ImageDataset
 from bitgraft.data.images import Images, Splits
 from bitgraft.data.preprocessing import Augmentation, Preprocessing
-from bitgraft.data.splits import open_data
-from bitgraft.errors import TrainingError
+from bitgraft.data.splits import drop_bad, open_data
+from bitgraft.errors import DataError, TrainingError
 from bitgraft.heads import stated_preprocessing
 from bitgraft.methods import registry
 from bitgraft.network import Network
 from bitgraft.store import Backbone, Store
 from bitgraft.task import Task
+from bitgraft.training import runs
 from bitgraft.training.config import Config
 from bitgraft.training.evaluation import score
 from bitgraft.training.loop import fit
@@ -36,6 +40,22 @@ class Request:
     resume: bool = False
     overwrite: bool = False
     skip_bad: bool = False
+    checkpoint_every: float = 60.0
+    """Seconds between checkpoints within an epoch; each epoch ends with one."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The data set of a request, and the files that were left out of it with the reasons."""
+
+    splits: Splits
+    skipped: list[tuple[Path, str]]
+
+    @property
+    def tested(self) -> Images | None:
+        """Test images with labels."""
+        test = self.splits.test
+        return test if test and all(label >= 0 for label in test.labels) else None
 
 
 @dataclass(frozen=True)
@@ -49,11 +69,32 @@ class Outcome:
 
 def open_store(folder: str | Path, backbone: Backbone | None) -> tuple[Store, Network]:
     """The store in a folder and its network, begun with `backbone` where there is none yet."""
-    if backbone is None or ((Path(folder) / "store.json").exists() and Store(folder).backbone == backbone):
+    if backbone is None or (Store.exists(folder) and Store(folder).backbone == backbone):
         store = Store(folder)
         return store, store.network()
-    net = Network(backbone.build().eval())
-    return Store.create(folder, backbone, net.fingerprint), net
+    net = Network(backbone.build())
+    return Store.create(folder, backbone, net), net
+
+
+def open_request(request: Request) -> Opened:
+    """Find the images, without those that cannot be read where the request says so."""
+    splits = open_data(request.data, seed=request.config.seed)
+    return Opened(*drop_bad(splits)) if request.skip_bad else Opened(splits, [])
+
+
+def check_free(store: Store, request: Request) -> None:
+    """Refuse to write over a task, or over a run that can go on, unless asked to."""
+    path, folder, name = store.path(request.task), store.run_folder(request.task), request.task
+    if request.resume:
+        if not runs.begun(folder):
+            ended = f", and {path} is the task as it was trained" if path.exists() else ""
+            raise TrainingError(f"there is no run of task {name!r} to resume in {store.folder}{ended}")
+    elif path.exists() and not request.overwrite:
+        raise TrainingError(f"the store has a task {name!r} already: choose another name, or pass --overwrite")
+    elif runs.interrupted(folder) and not request.overwrite:
+        raise TrainingError(
+            f"a run of task {name!r} was interrupted and can go on: pass --resume, or --overwrite to begin anew"
+        )
 
 
 def train(
@@ -61,16 +102,74 @@ def train(
     net: Network,
     request: Request,
     *,
+    data: Opened | None = None,
     observers: Sequence[Observer] = (),
     accelerator: Accelerator | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Train a task on a data set, try it on the test images, and write its file to the store."""
-    path, folder, config = store.path(request.task), store.run_folder(request.task), request.config
-    if path.exists() and not request.overwrite:
-        raise TrainingError(f"the store has a task {request.task!r} already: choose another name, or pass --overwrite")
-    splits = open_data(request.data, seed=config.seed)
+    """Train a task on a data set, try it on the test images, and write its file to the store.
+
+    Under a launcher every process calls this; the main one alone writes. `data` is what `open_request` gives.
+    """
+    accelerator = accelerator or Accelerator()
+    check_free(store, request)
+    data = data or open_request(request)
+    folder, main = store.run_folder(request.task), accelerator.is_main_process
+    with runs.occupied(folder) if main else contextlib.nullcontext():
+        if main:
+            runs.settle(folder, _settings(net, request, data), request.resume)
+        accelerator.wait_for_everyone()
+        with one_sentence("; mend or remove it, or pass --skip-bad-images", observers):
+            return _train(store, net, request, data, observers, accelerator, stop, folder)
+
+
+def _train(
+    store: Store,
+    net: Network,
+    request: Request,
+    data: Opened,
+    observers: Sequence[Observer],
+    accelerator: Accelerator,
+    stop: Callable[[], bool],
+    folder: Path,
+) -> Outcome:
+    config, splits, main = request.config, data.splits, accelerator.is_main_process
+    torch.manual_seed(config.seed)  # dropout and the like
     preprocessing = _preprocessing(net, config)
+    _add_task(store, net, request, splits.classes, preprocessing)
+    flip = splits.flip if config.flip is None else config.flip
+    watching = [JsonLines(folder / runs.METRICS), *observers] if main else list(observers)
+    result = fit(
+        net,
+        request.task,
+        ImageDataset(splits.train, preprocessing, Augmentation(flip=flip, crop=config.crop), config.seed),
+        ImageDataset(splits.val, preprocessing) if splits.val else None,
+        config,
+        folder=folder,
+        resume=request.resume and runs.interrupted(folder),
+        observers=watching,
+        workers=request.workers,
+        accelerator=accelerator,
+        checkpoint_every=request.checkpoint_every,
+        stop=stop,
+    )
+    tested = None
+    if data.tested:
+        held_out = ImageDataset(data.tested, preprocessing)
+        tested = score(net, request.task, held_out, batch=4 * config.batch, workers=request.workers)
+    task, path = net.tasks[request.task], store.path(request.task)
+    task.metrics = {**task.metrics, **({"test": tested} if tested else {})}
+    task.freeze()
+    if main:
+        net.save_task(request.task, path)
+        runs.done(folder)
+    accelerator.wait_for_everyone()
+    return Outcome(task, path, result.history, tested, data.skipped)
+
+
+def _add_task(
+    store: Store, net: Network, request: Request, classes: Sequence[str], preprocessing: Preprocessing
+) -> None:
     for earlier in _chain(store, request.method):
         if earlier not in net.tasks and earlier != request.task:
             store.load(net, earlier)
@@ -78,53 +177,51 @@ def train(
         net.remove_task(request.task)
     net.add_task(
         request.task,
-        classes=splits.classes,
+        classes=classes,
         method=request.method,
-        seed=config.seed,
+        seed=request.config.seed,
         preprocessing=preprocessing.to_dict(),
         **request.options,
     )
-    flip = splits.flip if config.flip is None else config.flip
-    skip = request.skip_bad
-    training = ImageDataset(
-        splits.train, preprocessing, Augmentation(flip=flip, crop=config.crop), config.seed, skip_bad=skip
-    )
-    validation = _evaluation(splits.val, preprocessing, skip)
-    folder.mkdir(parents=True, exist_ok=True)
-    result = fit(
-        net,
-        request.task,
-        training,
-        validation,
-        config,
-        folder=folder,
-        resume=request.resume,
-        observers=[JsonLines(folder / "metrics.jsonl"), *observers],
-        workers=request.workers,
-        accelerator=accelerator,
-        stop=stop,
-    )
-    held_out = _evaluation(splits.test, preprocessing, skip) if _labelled(splits) else None
-    tested = score(net, request.task, held_out, batch=4 * config.batch, workers=request.workers) if held_out else None
-    task = net.tasks[request.task]
-    task.metrics = {**task.metrics, **({"test": tested} if tested else {})}
-    task.freeze()
-    net.save_task(request.task, path)
-    skipped = [bad for data in (training, validation, held_out) if data is not None for bad in data.skipped]
-    return Outcome(task, path, result.history, tested, skipped)
+
+
+def _settings(net: Network, request: Request, data: Opened) -> dict[str, Any]:
+    """What must be the same for a run to go on."""
+    splits = data.splits
+    return {
+        "data": request.data,
+        "backbone": net.fingerprint,
+        "method": request.method,
+        "options": dict(request.options),
+        "classes": list(splits.classes),
+        "images": [len(part) if part else 0 for part in (splits.train, splits.val, splits.test)],
+        "config": asdict(request.config),
+    }
+
+
+@contextlib.contextmanager
+def one_sentence(remedy: str = "", observers: Sequence[Observer] = ()) -> Iterator[None]:
+    """Faults that came through a loader's worker as a traceback, as one sentence; observers end in any case."""
+    try:
+        yield
+    except DataError as fault:
+        said = re.split(r"\bDataError: ", str(fault))[-1].strip().partition("\n")[0]
+        raise DataError(said + remedy if said.startswith("cannot read") else said) from fault
+    except RuntimeError as fault:
+        if "DataLoader worker" in str(fault) and not isinstance(fault, TrainingError):
+            first = str(fault).partition("\n")[0]
+            raise TrainingError(f"a process that loads images ended ({first}): try --workers 0") from fault
+        raise
+    finally:
+        for observer in observers:
+            observer.end()
 
 
 def _preprocessing(net: Network, config: Config) -> Preprocessing:
     stated = Preprocessing.from_dict(stated_preprocessing(net.backbone))
-    return stated if config.size is None else stated.at(config.size, config.resize)
-
-
-def _evaluation(images: Images | None, preprocessing: Preprocessing, skip_bad: bool) -> ImageDataset | None:
-    return ImageDataset(images, preprocessing, skip_bad=skip_bad) if images is not None and len(images) else None
-
-
-def _labelled(splits: Splits) -> bool:
-    return splits.test is not None and all(label >= 0 for label in splits.test.labels)
+    if config.size is None and config.resize is None:
+        return stated
+    return stated.at(config.size or stated.size, config.resize)
 
 
 def _chain(store: Store, method: str) -> list[str]:

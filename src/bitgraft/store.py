@@ -1,17 +1,22 @@
 """A folder of tasks on disk: one backbone (name, weights, fingerprint) and a file for each task.
 
     my-store/
-      store.json              which backbone, and its fingerprint
+      store.json              which backbone, its fingerprint and size
       flowers.safetensors     a task
-      runs/flowers/           what training it left: checkpoint, metrics
+      runs/flowers/           what training it left: metrics, and a checkpoint while it runs
+
+Whoever has the backbone can move the task files elsewhere: each is whole in itself.
 """
 
+import contextlib
 import json
 import os
+import secrets
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from bitgraft.archive import Archive, read_archive
@@ -20,9 +25,11 @@ from bitgraft.files import write_atomically
 from bitgraft.loading import load_backbone
 from bitgraft.network import Network
 from bitgraft.task import Task, check_name
+from bitgraft.weights import PACKAGE
 
 SUFFIX = ".safetensors"
 FORMAT = 1
+ABOUT = "store.json"
 
 
 @dataclass(frozen=True)
@@ -33,8 +40,30 @@ class Backbone:
     weights: str | None = None
     pretrained: bool = True
 
+    def __post_init__(self) -> None:
+        if self.weights is not None and not self.weights.startswith(PACKAGE):  # to be found from any folder
+            object.__setattr__(self, "weights", os.path.abspath(self.weights))
+
     def build(self) -> nn.Module:
-        return load_backbone(self.name, weights=self.weights, pretrained=self.pretrained)
+        """The network in evaluation mode. One with random weights has the same ones each time."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return load_backbone(self.name, weights=self.weights, pretrained=self.pretrained).eval()
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a store's tasks are measured against."""
+
+    parameters: int
+    """Of the backbone, its own head included."""
+    weights: int
+    """How many of them a task can transform."""
+
+    @classmethod
+    def of(cls, net: Network) -> "Size":
+        weights = sum(weight.shape.numel() for weight in net.anatomy.weights.values())
+        return cls(sum(p.numel() for p in net.backbone.parameters()), weights)
 
 
 class Store:
@@ -43,39 +72,57 @@ class Store:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         try:
-            about = json.loads((self.folder / "store.json").read_text())
+            about = json.loads((self.folder / ABOUT).read_text())
             if about["format"] != FORMAT:
                 raise StoreError(f"{folder} is a store of format {about['format']}: this bitgraft knows {FORMAT}")
             self.backbone = Backbone(**about["backbone"])
-            self.fingerprint: str = about["fingerprint"]
-        except FileNotFoundError:
-            raise StoreError(f"there is no store at {folder}: `bitgraft train --store {folder}` makes one") from None
-        except (ValueError, KeyError, TypeError, OSError) as cause:
-            raise StoreError(f"{self.folder}/store.json is damaged ({cause}): restore it, or begin anew") from cause
+            self.fingerprint = str(about["fingerprint"])
+            self.size = Size(**about["size"])
+        except (FileNotFoundError, NotADirectoryError):
+            raise StoreError(
+                f"there is no store at {folder}: `bitgraft train DATA --task NAME --backbone NAME --store {folder}` "
+                "makes one"
+            ) from None
+        except StoreError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as cause:
+            raise StoreError(
+                f"{self.folder / ABOUT} is damaged ({type(cause).__name__}: {cause}): restore it, or begin another "
+                "store and move the task files there"
+            ) from cause
+
+    @staticmethod
+    def exists(folder: str | Path) -> bool:
+        return (Path(folder) / ABOUT).exists()
 
     @classmethod
-    def create(cls, folder: str | Path, backbone: Backbone, fingerprint: str) -> "Store":
+    def create(cls, folder: str | Path, backbone: Backbone, net: Network) -> "Store":
         """Begin a store, or open the one that is there if it has the same backbone."""
         path = Path(folder)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as cause:
             raise StoreError(f"cannot make a store at {folder}: {cause.strerror}") from cause
-        if not (path / "store.json").exists():
-            about = {"format": FORMAT, "backbone": asdict(backbone), "fingerprint": fingerprint}
-            write_atomically(path / "store.json", (json.dumps(about, indent=2) + "\n").encode())
+        if not cls.exists(path):
+            about = {
+                "format": FORMAT,
+                "backbone": asdict(backbone),
+                "fingerprint": net.fingerprint,
+                "size": asdict(Size.of(net)),
+            }
+            _write_first(path / ABOUT, (json.dumps(about, indent=2) + "\n").encode())
         store = cls(path)
-        if store.fingerprint != fingerprint:
+        if store.fingerprint != net.fingerprint:
             raise StoreError(
                 f"the store at {folder} has the backbone {store.backbone.name}, fingerprint {store.fingerprint[:12]}, "
-                f"not {backbone.name}, {fingerprint[:12]}: a store holds the tasks of one backbone; choose another"
+                f"not {backbone.name}, {net.fingerprint[:12]}: a store holds the tasks of one backbone; choose another "
+                "with --store"
             )
         return store
 
     def network(self) -> Network:
         """The backbone, without any of the tasks."""
-        backbone = self.backbone.build()
-        net = Network(backbone.eval())
+        net = Network(self.backbone.build())
         if net.fingerprint != self.fingerprint:
             raise StoreError(
                 f"the weights of {self.backbone.name} are not those that the store at {self.folder} was made with: "
@@ -109,3 +156,19 @@ class Store:
     def sizes(self) -> Iterator[tuple[str, int]]:
         """Each task with the bytes that its file takes."""
         return ((name, os.path.getsize(self.path(name))) for name in self.names())
+
+
+def _write_first(path: Path, data: bytes) -> None:
+    """Write a file unless somebody else has done so meanwhile: the first one stays, and it is whole."""
+    part = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    try:
+        write_atomically(part, data)
+        with contextlib.suppress(FileExistsError):
+            try:
+                os.link(part, path)
+            except (OSError, NotImplementedError) as cause:
+                if isinstance(cause, FileExistsError):
+                    raise
+                os.replace(part, path)  # a file system without links
+    finally:
+        part.unlink(missing_ok=True)

@@ -2,21 +2,23 @@
 
 import os
 import sys
+import time
 from typing import Annotated
 
 import typer
 
 from bitgraft import __version__
-from bitgraft.cli import anatomy, inspect, methods, params
-from bitgraft.errors import BitgraftError
+from bitgraft.cli import anatomy, demo, evaluate, export, inspect, methods, params, predict, tasks, train
+from bitgraft.cli.output import CLOSED_PIPE, FAILURE, INTERRUPTED, USAGE
+from bitgraft.errors import BitgraftError, UnknownBackboneError
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # of the click inside typer, or of the one beside it
-USAGE, FAILURE, INTERRUPTED, CLOSED_PIPE = 2, 1, 130, 1
+LINGER = 5.0  # seconds
 
 app = typer.Typer(
     name="bitgraft",
     help="New tasks for one pretrained network, about one bit per weight each, with no forgetting.",
-    epilog="\b\nTry:\n  bitgraft anatomy resnet50\n  bitgraft params\n  bitgraft methods",
+    epilog="\b\nTry:\n  bitgraft train photos --task flowers --backbone resnet50\n  bitgraft tasks\n  bitgraft demo",
     rich_markup_mode=None,  # help that pastes well and reads the same through a pipe
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -35,6 +37,12 @@ def options(
         typer.echo(context.get_help())
 
 
+app.command(epilog=train.TRY)(train.train)
+app.command("eval", epilog=evaluate.TRY)(evaluate.evaluate)
+app.command(epilog=predict.TRY)(predict.predict)
+app.command(epilog=tasks.TRY)(tasks.tasks)
+app.command(epilog=export.TRY)(export.export)
+app.command(epilog=demo.TRY)(demo.demo)
 app.command(epilog=anatomy.TRY)(anatomy.anatomy)
 app.command(epilog=inspect.TRY)(inspect.inspect)
 app.command(epilog=params.TRY)(params.params)
@@ -56,13 +64,19 @@ def main() -> None:
         code = CLOSED_PIPE
     except BitgraftError as error:
         code = _complain(str(error), _exit_code(error))
+    except OSError as error:
+        code = _complain(str(error), FAILURE)
     sys.exit(code)
 
 
 def _complain(message: str, code: int) -> int:
-    if "Network(" in message:
+    if "Network(" in message and sys.argv[1:2] in (["anatomy"], ["params"]):
         message += " (on the command line: --head LAYER, --example 1,3,64,64)"
-    print(f"error: {message}", file=sys.stderr)
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":  # of several processes the first speaks; the launcher ends the others, if they have the same to say
+        time.sleep(LINGER)
+        message = f"process {rank}: {message}"
+    print(f"error: {message}\n", end="", file=sys.stderr, flush=True)
     return code
 
 
@@ -73,6 +87,4 @@ def _sentence(error: Exception) -> str:
 
 
 def _exit_code(error: BitgraftError) -> int:
-    from bitgraft.loading import UnknownBackboneError  # torch is there already when something has gone wrong
-
     return USAGE if isinstance(error, UnknownBackboneError) else FAILURE

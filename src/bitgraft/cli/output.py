@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 WIDE = 1000  # columns where the output is no terminal, so that names are never cut or folded
+USAGE, FAILURE, INTERRUPTED, CLOSED_PIPE = 2, 1, 130, 1
 
 
 def show_json(data: Any) -> None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
+from bitgraft.errors import TrainingError
 from bitgraft.files import write_atomically
 
 
@@ -38,3 +39,35 @@ class JsonLines:
 
     def end(self) -> None:
         pass
+
+
+class TensorBoard:
+    """Each epoch's numbers as curves. A resumed run's go on where its checkpoint was."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as cause:
+            raise TrainingError(
+                "TensorBoard is not installed: pip install 'bitgraft[tensorboard]', or leave out --tensorboard"
+            ) from cause
+        self._open, self.folder = SummaryWriter, folder
+        self._writer: Any = None
+
+    def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
+        self._writer = self._open(str(self.folder), purge_step=done_epochs + 1)
+
+    def step(self, epoch: int, step: int, images: int) -> None:
+        pass
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        for name, value in record.items():
+            if isinstance(value, float):
+                part, _, what = name.partition("_")
+                self._writer.add_scalar(f"{what}/{part}", value, record["epoch"])
+        self._writer.flush()
+
+    def end(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
 
@@ -15,34 +15,66 @@ class Progress:
         self.console = console
         self._bars: Bars | None = None
         self._bar: TaskID | None = None
-        self._images, self._since = 0, time.monotonic()
+        self._epochs = self._steps = self._images = self._done = 0
+        self._since = self._began = time.monotonic()
 
     def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
-        self._epochs, self._images, self._since = epochs, 0, time.monotonic()
+        self._epochs, self._steps, self._images, self._done = epochs, steps_per_epoch, 0, done_epochs
+        self._since = self._began = time.monotonic()
         if self.console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bars = Bars(*columns, console=self.console, transient=True)
-            self._bar = self._bars.add_task(
-                ", ".join(tasks), total=epochs * steps_per_epoch, completed=done_epochs * steps_per_epoch
+            self._bars = Bars(
+                SpinnerColumn(),
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=24),
+                TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
+                TextColumn("{task.fields[rate]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self.console,
+                transient=True,
             )
+            total, completed = epochs * steps_per_epoch, done_epochs * steps_per_epoch
+            fields: dict[str, Any] = {"epoch": min(done_epochs + 1, epochs), "epochs": epochs, "rate": ""}
+            self._bar = self._bars.add_task(", ".join(tasks), total=total, completed=completed, **fields)
             self._bars.start()
 
     def step(self, epoch: int, step: int, images: int) -> None:
         self._images += images
         if self._bars is not None and self._bar is not None:
-            self._bars.advance(self._bar)
+            rate = f"{self._images / max(1e-9, time.monotonic() - self._since):.0f} images/s"
+            self._bars.update(self._bar, completed=epoch * self._steps + step, epoch=epoch + 1, rate=rate)
 
     def epoch(self, record: dict[str, Any]) -> None:
         rate = self._images / max(1e-9, time.monotonic() - self._since)
         line = (
-            f"epoch {record['epoch']:>3}/{self._epochs}  loss {record['train_loss']:.3f}  "
+            f"epoch {record['epoch']:>{len(str(self._epochs))}}/{self._epochs}  loss {record['train_loss']:.3f}  "
             f"train {100 * record['train_accuracy']:5.1f} %"
         )
         if "val_accuracy" in record:
             line += f"  val {100 * record['val_accuracy']:5.1f} %"
-        self.console.print(f"{line}  {rate:.0f} images/s", highlight=False)
+        line += f"  {rate:.0f} images/s"
+        if self._bars is None and record["epoch"] < self._epochs:
+            line += f"  {self._left(record['epoch'])} left"
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
         self._images, self._since = 0, time.monotonic()
+
+    def _left(self, epoch: int) -> str:
+        """At the pace since this process began."""
+        passed = time.monotonic() - self._began
+        return spelled(passed / max(1, epoch - self._done) * (self._epochs - epoch))
 
     def end(self) -> None:
         if self._bars is not None:
             self._bars.stop()
+            self._bars = None
+
+
+def spelled(seconds: float) -> str:
+    """A time as people say it: 45 s, 3 min 20 s, 2 h 5 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

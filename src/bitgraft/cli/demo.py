@@ -1,0 +1,25 @@
+"""`bitgraft demo`: the main job on real data, all of it from PyPI."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+TRY = """\b
+Try:
+  bitgraft demo
+  bitgraft demo --folder /tmp/demo"""
+
+
+def demo(
+    folder: Annotated[str, typer.Option(metavar="DIR", help="Where its store goes; made anew each time.")] = "demo",
+) -> None:
+    """Give a pretrained network two tasks, by three methods each, and compare.
+
+    Needs the packages of `pip install 'bitgraft[demo]'`.
+    """
+    from rich.console import Console
+
+    from bitgraft.demo import run
+
+    run(Path(folder), Console(highlight=False))

@@ -1,0 +1,137 @@
+"""`bitgraft train`: from a folder of images to a task file."""
+
+import shlex
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bitgraft.cli.names import STORE, AsJson, StoreFolder, Workers
+from bitgraft.cli.settings import ClassWeights, Keep, Precision, Schedule, by_role, method_options, plain, settled, toml
+
+if TYPE_CHECKING:
+    from bitgraft.store import Backbone
+    from bitgraft.training.config import Config
+
+TRY = """\b
+Try:
+  bitgraft train photos --task flowers --backbone resnet50
+  bitgraft train photos --task flowers --size 64 --epochs 3 --rate k=3e-3
+  bitgraft train decathlon-1.0:gtsrb --task signs --preset decathlon --no-flip
+  bitgraft train photos --task flowers --resume
+  bitgraft train --preset imagenet-to-sketch --weight-decay 1e-4 --show-config"""
+
+DATA = """FOLDER with train/ val/ test/ or class folders alone; DEVKIT:DOMAIN; torchvision:NAME; package:NAME."""
+SET = "Settings, in place of the preset's"
+
+
+def train(
+    data: Annotated[str | None, typer.Argument(metavar="DATA", help=DATA, show_default=False)] = None,
+    task: Annotated[str | None, typer.Option(metavar="NAME", help="What to call the task. Required.")] = None,
+    backbone: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="timm's name, wrn-DEPTH-WIDTH, or package.module:function; once per store."),
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="SOURCE", help="The backbone's weights: a file, or package:NAME.")
+    ] = None,
+    pretrained: Annotated[bool, typer.Option(help="Published weights where no others are given.")] = True,
+    store: StoreFolder = STORE,
+    method: Annotated[str, typer.Option(metavar="NAME", help="See `bitgraft methods`.")] = "full",
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Of the method, as in k1=0; repeatable.")
+    ] = None,
+    preset: Annotated[str, typer.Option(metavar="NAME", help="quick, imagenet-to-sketch or decathlon.")] = "quick",
+    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Images per step, over all processes.")] = None,
+    size: Annotated[int | None, typer.Option(min=1, help="Pixels of a square input [the backbone's own].")] = None,
+    resize: Annotated[int | None, typer.Option(min=1, help="Pixels of the shorter side before the crop.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of everything that is random.")] = None,
+    rate: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[ROLE=]VALUE", help="Learning rate; roles: scores, k, weights, norms, head; repeatable."),
+    ] = None,
+    weight_decay: Annotated[list[str] | None, typer.Option(metavar="[ROLE=]VALUE", help="By role; repeatable.")] = None,
+    schedule: Annotated[Schedule | None, typer.Option(help="How rates fall.")] = None,
+    drop_after: Annotated[int | None, typer.Option(min=1, help="Epochs until the step schedule divides by 10.")] = None,
+    warmup: Annotated[float | None, typer.Option(min=0.0, help="Epochs over which rates rise.")] = None,
+    label_smoothing: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Of the targets.")] = None,
+    patience: Annotated[int | None, typer.Option(min=1, help="Stop after so many epochs without a better one.")] = None,
+    accumulate: Annotated[int | None, typer.Option(min=1, help="Run each batch in so many parts.")] = None,
+    class_weights: Annotated[ClassWeights | None, typer.Option(help="Rare classes count as much as others.")] = None,
+    keep: Annotated[Keep | None, typer.Option(help="Which epoch the task ends as.")] = None,
+    flip: Annotated[bool | None, typer.Option("--flip/--no-flip", help="Mirror images [as the data allow].")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Train a task of that name anew.")] = False,
+    skip_bad_images: Annotated[
+        bool, typer.Option("--skip-bad-images", help="Leave out files that cannot be read, and list them.")
+    ] = False,
+    workers: Workers = 0,
+    mixed_precision: Annotated[Precision, typer.Option(help="Of the computation; tasks stay float32.")] = Precision.no,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Curves in the run's folder.")] = False,
+    show_config: Annotated[bool, typer.Option("--show-config", help="Print the settings and leave.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a task on labelled images, and write it to a store.
+
+    The store is begun with --backbone; after that it knows its own. Also under `accelerate launch` and `torchrun`.
+    """
+    changes: dict[str, Any] = {
+        "epochs": epochs,
+        "batch": batch,
+        "size": size,
+        "resize": resize,
+        "seed": seed,
+        "schedule": schedule,
+        "drop_after": drop_after,
+        "warmup": warmup,
+        "label_smoothing": label_smoothing,
+        "patience": patience,
+        "accumulate": accumulate,
+        "class_weights": class_weights,
+        "keep": keep,
+        "flip": flip,
+        "rates": by_role(rate, "--rate"),
+        "weight_decay": by_role(weight_decay, "--weight-decay"),
+    }
+    config = settled(preset, changes)
+    options = method_options(method, option)
+    if show_config:
+        _show_config(preset, config, as_json)
+        return
+    if data is None or task is None:
+        raise typer.BadParameter("say what to train on and what to call it: bitgraft train DATA --task NAME")
+
+    from bitgraft.cli import training
+    from bitgraft.session import Request
+
+    chosen = _backbone(store, backbone, weights, pretrained)
+    request = Request(
+        data, task, method, config, options, workers, resume=resume, overwrite=overwrite, skip_bad=skip_bad_images
+    )
+    training.run(store, chosen, request, mixed_precision.value, tensorboard, as_json, _resume_command())
+
+
+def _show_config(preset: str, config: "Config", as_json: bool) -> None:
+    from bitgraft.cli.output import show_json
+
+    if as_json:
+        show_json({"preset": preset, **plain(config)})
+    else:
+        print(toml(preset, config))
+
+
+def _backbone(store: str, name: str | None, weights: str | None, pretrained: bool) -> "Backbone | None":
+    """What was asked for; None where the store says it."""
+    from bitgraft.store import Backbone, Store
+
+    if name is not None:
+        return Backbone(name, weights, pretrained)
+    if not Store.exists(store):
+        raise typer.BadParameter(f"there is no store at {store} yet: begin it with --backbone NAME")
+    return None if weights is None else Backbone(Store(store).backbone.name, weights, pretrained)
+
+
+def _resume_command() -> str:
+    given = [argument for argument in sys.argv[1:] if argument != "--resume"]
+    return shlex.join(["bitgraft", *given, "--resume"])

@@ -1,0 +1,98 @@
+"""The folder of a run: its settings, checkpoint and metrics, and the lock that keeps others out."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bitgraft.errors import TrainingError
+from bitgraft.files import write_atomically
+
+STATE, SETTINGS, METRICS = "state.pt", "run.json", "metrics.jsonl"
+
+
+def begun(folder: Path) -> bool:
+    """A run was begun here and not ended; it may not have come to its first checkpoint."""
+    return (folder / STATE).exists() or (folder / SETTINGS).exists()
+
+
+def interrupted(folder: Path) -> bool:
+    """A run left a checkpoint here."""
+    return (folder / STATE).exists()
+
+
+def done(folder: Path) -> None:
+    """The task is written: only its metrics stay."""
+    (folder / STATE).unlink(missing_ok=True)
+    (folder / SETTINGS).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def occupied(folder: Path) -> Iterator[None]:
+    """Keep other commands out of the folder; one that is new and comes to nothing is removed again."""
+    new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = os.open(folder, os.O_RDONLY)
+    except OSError as cause:
+        raise TrainingError(f"cannot write to {folder}: {cause.strerror}") from cause
+    try:
+        _lock(held, folder)
+        try:
+            yield
+        except Exception:
+            if new and not interrupted(folder):
+                _remove(folder)
+            raise
+    finally:
+        os.close(held)
+
+
+def settle(folder: Path, settings: dict[str, Any], resume: bool) -> None:
+    """Note a new run's settings, or hold a resumed one to those that it began with."""
+    text = json.dumps(settings, indent=2)
+    if not resume:
+        (folder / STATE).unlink(missing_ok=True)  # of an earlier run, which must not be taken for this one's
+        write_atomically(folder / SETTINGS, text.encode())
+        return
+    try:
+        was, wanted = (_flat(json.loads(kept)) for kept in ((folder / SETTINGS).read_text(), text))
+    except (OSError, ValueError) as cause:
+        raise TrainingError(f"{folder / SETTINGS} cannot be read ({cause}): pass --overwrite to begin anew") from cause
+    if other := [name for name in wanted if was.get(name) != wanted[name]]:
+        shown = "; ".join(f"{name} was {_short(was.get(name))}, is {_short(wanted[name])}" for name in other)
+        raise TrainingError(
+            f"the run in {folder} was begun with other settings ({shown}): give the same ones to resume it, or "
+            "--overwrite to begin anew"
+        )
+
+
+def _lock(folder: int, path: Path) -> None:
+    """Held until the folder is closed or the process is gone, however it ends."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise TrainingError(f"another command is training in {path}: wait for it, or choose another name") from None
+
+
+def _remove(folder: Path) -> None:
+    for name in (SETTINGS, METRICS):
+        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # something else is in there
+        folder.rmdir()
+        folder.parent.rmdir()
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    return {**settings, **settings.pop("config", {})}
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
