@@ -58,3 +58,15 @@ def test_the_surrogates_slope_is_that_of_the_surrogate(surrogate, at):
     step = 1e-6
     slope = (soft(scores - at + step) - soft(scores - at - step)) / (2 * step)
     torch.testing.assert_close(masks.through_surrogate(grad, scores, at, surrogate), grad * slope)
+
+
+def test_devices_without_numpy_pack_to_the_same_bits(monkeypatch):
+    """The torch path, which other devices take, run on the CPU."""
+    shapes = [(0,), (1,), (7, 3), (2, 3, 4, 5)]
+    made = [random_mask(shape, seed) for seed, shape in enumerate(shapes)]
+    packed = [masks.pack(mask) for mask in made]
+    monkeypatch.setattr(masks, "_on_cpu", lambda tensor: False)
+    for mask, bits in zip(made, packed, strict=True):
+        assert torch.equal(masks.pack(mask), bits)
+        assert torch.equal(masks.unpack(bits, mask.shape), mask)
+        assert masks.ones(bits) == int(mask.sum())

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,14 +25,16 @@ def through_surrogate(grad: Tensor, scores: Tensor, at: float, surrogate: Surrog
 def pack(mask: Tensor) -> Tensor:
     """Bits of a bool tensor in row-major order, element i in bit i % 8 (lowest first) of byte i // 8; the tail is 0."""
     flat = mask.reshape(-1)
-    padded = flat.new_zeros(-(-flat.numel() // 8) * 8)
+    if _on_cpu(flat):  # where NumPy takes a small part of the time
+        return torch.from_numpy(np.packbits(flat.numpy(), bitorder="little"))
+    padded = flat.new_zeros(packed_size(flat.numel()) * 8)
     padded[: flat.numel()] = flat
     return (padded.view(torch.uint8).view(-1, 8) * _places(mask.device)).sum(1, dtype=torch.uint8)
 
 
 def unpack(packed: Tensor, shape: torch.Size) -> Tensor:
     """The inverse of `pack`, as a bool tensor of `shape`."""
-    return _bits(packed).view(-1)[: shape.numel()].view(shape)
+    return _bits(packed)[: shape.numel()].view(shape)
 
 
 def packed_size(count: int) -> int:
@@ -41,13 +44,19 @@ def packed_size(count: int) -> int:
 
 def ones(packed: Tensor) -> int:
     """How many bits are set."""
-    return int(_bits(packed).sum())
+    return int(_bits(packed).count_nonzero())
 
 
 def _bits(packed: Tensor) -> Tensor:
-    return (packed.unsqueeze(1) & _places(packed.device)) != 0  # (bytes, 8)
+    if _on_cpu(packed):
+        return torch.from_numpy(np.unpackbits(packed.numpy(), bitorder="little")).view(torch.bool)
+    return ((packed.unsqueeze(1) & _places(packed.device)) != 0).view(-1)
 
 
 def _places(device: torch.device) -> Tensor:
     """What each bit of a byte is worth, lowest first."""
     return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
+
+
+def _on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
