@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from bitgraft import Network, wide_resnet
-from bitgraft.analysis import Inspection, inspect_file, natural
+from bitgraft.analysis import Inspection, inspect_file
 from bitgraft.errors import CorruptError
 from bitgraft.task import Task
 from bitgraft.transforms import Masked
@@ -29,10 +30,11 @@ def inspected(tmp_path: Path, method: str = "full", classes: Any = 5, **options:
 @pytest.mark.parametrize("per", ["layer", "channel"])
 def test_layers_say_what_the_task_holds(per: str, tmp_path: Path) -> None:
     task, found = inspected(tmp_path, per=per)
-    assert [layer.name for layer in found.layers] == sorted(task.transforms, key=natural)
+    assert [layer.name for layer in found.layers] == list(task.anatomy.weights)
     for layer in found.layers:
         transform = task.transforms[layer.name]
         assert isinstance(transform, Masked)
+        assert layer.shape == transform.weight.shape
         assert (layer.weights, layer.ones) == (transform.weight.shape.numel(), int(transform.mask().sum()))
         for spread, k in zip(layer.k, transform.values().reshape(4, -1), strict=True):
             assert (spread.low, spread.high) == (k.min().item(), k.max().item())
@@ -54,6 +56,7 @@ def test_bytes_by_kind_add_up_to_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("classes", [5, 64])
 def test_a_fine_tuned_file_keeps_head_and_weights_apart(classes: int, tmp_path: Path) -> None:
     task, found = inspected(tmp_path, "finetune", classes)  # 64: as many as a convolution has filters
+    assert found.archive.head_layer == task.anatomy.head
     weights = sum(w.shape.numel() for w in task.anatomy.weights.values())
     assert found.bytes["head"] == 4 * classes * 65
     assert found.bytes["weights"] == 4 * weights
@@ -91,5 +94,35 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
         inspect_file(tmp_path / "bad")
 
 
-def test_natural_order_counts() -> None:
-    assert sorted(["b10.x", "b2.x", "a", "b2"], key=natural) == ["a", "b2", "b2.x", "b10.x"]
+class Backwards(nn.Module):
+    """Made in another order than data goes; a mask that ends inside a byte; a head whose name says nothing."""
+
+    input_size = (3, 8, 8)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b, self.a = nn.Conv2d(5, 5, 3), nn.Conv2d(3, 5, 3)
+        self.z = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.z(self.last(self.b(self.a(x)).mean((2, 3))))
+
+
+@pytest.mark.parametrize("classes", [5, 3])
+def test_counts_are_exact_and_layers_stand_in_the_order_of_data(classes: int, tmp_path: Path) -> None:
+    net = Network(Backwards().eval())
+    net.add_task("t", classes=classes)
+    net.save_task("t", tmp_path / "t")
+    for network in (net, Network(Backwards().eval())):  # also once it was loaded and saved again
+        network._fingerprint = net.fingerprint
+        name = network.load_task(tmp_path / "t", name="again").name
+        network.save_task(name, tmp_path / "again")
+        found = inspect_file(tmp_path / "again")
+        assert [layer.name for layer in found.layers] == ["a.weight", "b.weight", "last.weight"]
+        assert [layer.weights for layer in found.layers] == [135, 225, 25]
+        assert [layer.density for layer in found.layers] == [1.0, 1.0, 1.0]
+        assert found.bytes["head"] == 4 * classes * 6
+        assert found.bytes["masks"] == 17 + 29 + 4
+    assert found.plain()["head_layer"] == "z"
+    assert found.plain()["layers"][1]["shape"] == [5, 5, 3, 3]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import bitgraft
-from bitgraft import archive
+from bitgraft import archive, revival
 from bitgraft.errors import (
     ArchiveError,
     ClassesError,
@@ -116,6 +116,17 @@ def tensor(name: str, dtype: str, shape: list[int], data: bytes | None = None) -
     width = {"U8": 1, "BOOL": 1, "BF16": 2, "F16": 2, "F32": 4, "I32": 4, "F64": 8, "I64": 8}[dtype]
     filled = bytes(width * math.prod(shape)) if data is None else data
     return lambda draft: draft.tensors.__setitem__(name, (dtype, shape, filled))
+
+
+def stated(name: str, shape: list[int], *parts: str) -> Callable[[Draft], None]:
+    """One weight more, with its shape and as many bits as that takes."""
+
+    def edit(draft: Draft) -> None:
+        draft.about["shapes"][name] = shape
+        for part in parts:
+            tensor(f"{name}:{part}", "U8", [-(-math.prod(shape) // 8)])(draft)
+
+    return edit
 
 
 def drop(*names: str) -> Callable[[Draft], None]:
@@ -312,16 +323,24 @@ def test_classes_and_kinds_of_head_that_do_not_go_together(tmp_path: Path) -> No
         (tensor("1.num_batches_tracked", "I64", []), CorruptError, "num_batches_tracked"),
         (tensor("0.weight:extra", "F32", [1]), CorruptError, "parts should be"),
         (tensor("0.weight:", "F32", [1]), CorruptError, "parts should be"),
-        (tensor("0.bias:mask", "U8", [1]), WrongBackboneError, "'0.bias', which is no weight"),
-        (tensor("1.running_mean:mask", "U8", [1]), WrongBackboneError, "which is no weight"),
-        (tensor("9.weight:mask", "U8", [1]), WrongBackboneError, "'9.weight', which is no weight"),
-        (tensor(":mask", "U8", [1]), WrongBackboneError, "'', which is no weight"),
+        (stated("0.bias", [5], "mask"), WrongBackboneError, "'0.bias', which is no weight"),
+        (
+            stated("1.running_mean", [5], "mask"),
+            WrongBackboneError,
+            "which is no weight",
+        ),
+        (
+            stated("9.weight", [2, 4], "mask"),
+            WrongBackboneError,
+            "'9.weight', which is no weight",
+        ),
+        (stated("", [8], "mask"), WrongBackboneError, "'', which is no weight"),
         (tensor("9.weight", "F32", [1]), WrongBackboneError, "does not have"),
         (tensor("../../etc/passwd", "F32", [1]), WrongBackboneError, "does not have"),
         (tensor("__class__.weight", "F32", [1]), WrongBackboneError, "does not have"),
-        (tensor("0.weight:mask", "U8", [16]), CorruptError, "parts should be"),
-        (tensor("0.weight:mask", "U8", [17, 1]), CorruptError, "parts should be"),
-        (tensor("0.weight:mask", "U8", [0]), CorruptError, "parts should be"),
+        (tensor("0.weight:mask", "U8", [16]), CorruptError, "should have 17 bytes"),
+        (tensor("0.weight:mask", "U8", [17, 1]), CorruptError, "should have 17 bytes"),
+        (tensor("0.weight:mask", "U8", [0]), CorruptError, "should have 17 bytes"),
         (tensor("0.weight:k", "F32", [3]), CorruptError, "parts should be"),
         (tensor("0.weight:k", "F32", [4, 5]), CorruptError, "parts should be"),
         (tensor("1.weight", "F32", [6]), WrongBackboneError, "of shape .6,., the backbone takes .5,."),
@@ -364,6 +383,20 @@ def test_classes_and_kinds_of_head_that_do_not_go_together(tmp_path: Path) -> No
         (put("backbone", None), CorruptError, "64 hexadecimal digits"),
         (put("head", "tail"), CorruptError, "no kind of head 'tail'"),
         (put("head", ["classes"]), CorruptError, "no kind of head"),
+        (put("head_layer", None), CorruptError, "None is no layer for a head of kind 'classes'"),
+        (put("head_layer", 4), CorruptError, "4 is no layer"),
+        (put("head_layer", "0"), WrongBackboneError, "last layer is '0', this one's is '4': pass Network"),
+        (put("shapes", []), CorruptError, "'shapes' is"),
+        (put("shapes", {}), CorruptError, "parts for '0.weight', but states no shape"),
+        (put("shapes", {"0.weight": 135}), CorruptError, "'0.weight' has shape 135"),
+        (put("shapes", {"0.weight": [5, 3, 3, 3.0]}), CorruptError, "which is none"),
+        (put("shapes", {"0.weight": [5, 3, 3, True]}), CorruptError, "which is none"),
+        (put("shapes", {"0.weight": [5, -3, -3, 3]}), CorruptError, "which is none"),
+        (put("shapes", {"0.weight": [5, 3, 3, 4]}), CorruptError, "should have 23 bytes"),
+        (put("shapes", {"0.weight": [5, 3, 9]}), WrongBackboneError, "the backbone has it in .5, 3, 3, 3."),
+        (put("shapes", {"0.weight": [133]}), WrongBackboneError, "of shape .133,., the backbone has it in"),
+        (stated("4.weight", [4, 5]), CorruptError, "parts should be"),
+        (stated("9.weight", [4, 5]), WrongBackboneError, "'9.weight', which is no weight"),
         (put("new", 1), CorruptError, "metadata fields"),
         (lambda d: d.about.pop("metrics"), CorruptError, "metadata fields"),
         (lambda d: d.about.pop("name"), CorruptError, "metadata fields"),
@@ -377,10 +410,20 @@ def test_faults_behind_a_right_checksum(edit: Any, error: type[Exception], match
 @pytest.mark.parametrize(
     ("method", "edit", "error", "match"),
     [
-        ("classifier", tensor("0.weight:mask", "U8", [17]), CorruptError, "'classifier' leaves alone"),
+        (
+            "classifier",
+            stated("0.weight", [5, 3, 3, 3], "mask"),
+            CorruptError,
+            "'classifier' leaves alone",
+        ),
         ("finetune", drop("0.weight"), CorruptError, "lacks '0.weight'"),
         ("finetune", drop("1.bias"), CorruptError, "lacks '1.bias'"),
-        ("finetune", tensor("0.weight:mask", "U8", [17]), CorruptError, "'finetune' leaves alone"),
+        (
+            "finetune",
+            stated("0.weight", [5, 3, 3, 3], "mask"),
+            CorruptError,
+            "'finetune' leaves alone",
+        ),
         ("packnet", put("leans_on", {"other": LATER}), MissingTaskError, "builds on another task 'other'"),
         ("packnet", put("leans_on", {"gone": LATER}), MissingTaskError, "'gone', which is not here"),
         ("packnet", put("leans_on", {"a": LATER, "b": LATER}), CorruptError, "cannot lean on"),
@@ -422,7 +465,8 @@ def test_a_linear_head_that_does_not_fit(tmp_path: Path) -> None:
         (drop("head:bias"), CorruptError, "5 features"),
         (drop("head:bias", "head:weight"), CorruptError, "5 features"),
         (tensor("head:weight", "F64", [3, 5]), CorruptError, "float64"),
-        (put("head", "classes"), CorruptError, "should have"),
+        (put("head", "classes"), CorruptError, "None is no layer for a head of kind 'classes'"),
+        (lambda d: d.about.update(head="classes", head_layer="4"), WrongBackboneError, "last layer is '4'"),
     ]:
         draft = Draft(data)
         edit(draft)  # type: ignore[operator]
@@ -484,17 +528,19 @@ WRONG: dict[str, st.SearchStrategy[Any]] = {
     "classes": json_values.filter(lambda value: value != 3),
     "format": json_values.filter(lambda value: value != 1 or value is True),
     "head": json_values,
+    "head_layer": json_values.filter(lambda value: value != "4"),
     "leans_on": json_values.filter(lambda value: value != {}),
     "method": json_values,
     "metrics": NOT_OBJECTS,
     "name": json_values.filter(lambda value: not isinstance(value, str)),
     "options": NOT_OBJECTS,
     "preprocessing": NOT_OBJECTS,
+    "shapes": json_values,
 }
 
 
 def load(data: bytes) -> bitgraft.Task:
-    return archive.revive(archive.from_bytes(data), NET.anatomy, {}, None)
+    return revival.revive(archive.from_bytes(data), NET.anatomy, {}, None)
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)

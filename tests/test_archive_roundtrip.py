@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import bitgraft
-from bitgraft import archive
+from bitgraft import archive, revival
 from bitgraft.errors import BackboneError, MissingTaskError, TaskError
 from bitgraft.masks import pack
 
@@ -221,7 +221,7 @@ def test_a_head_module_that_the_task_does_not_need_is_refused(
     net = network()
     net.add_task("t", head=head, classes=classes)
     net.save_task("t", tmp_path / "t")
-    with pytest.raises(TaskError, match="not saved with a head module of its own.*load it without head="):
+    with pytest.raises(TaskError, match=r"not saved with a head module of its own.*load it without head="):
         net.load_task(tmp_path / "t", name="other", head=nn.Linear(3, 4))
     assert set(net.tasks) == {"t"}
 
@@ -265,6 +265,9 @@ def test_what_a_task_leans_on_is_known_by_weights_and_not_by_its_head(tmp_path: 
     assert archive.content(dataclasses.replace(first, tensors=changed)) != archive.content(first)
     other_base = dataclasses.replace(first.card, leans_on={"z": "0" * 64})
     assert archive.content(dataclasses.replace(first, card=other_base)) != archive.content(first)
+    named = dataclasses.replace(other_base, name="y", leans_on={"x": "0" * 64})
+    one, other = (archive.content(dataclasses.replace(first, card=card)) for card in (other_base, named))
+    assert one == other, "names are no part of it, so tasks may be loaded under others"
 
 
 def test_a_backbone_without_values_is_refused_and_parts_go_where_the_backbone_is(tmp_path: Path) -> None:
@@ -278,7 +281,7 @@ def test_a_backbone_without_values_is_refused_and_parts_go_where_the_backbone_is
         with pytest.raises(BackboneError, match="no values"):
             empty.load_task(tmp_path / method)
         assert not empty.tasks
-        revived = archive.revive(bitgraft.read_archive(tmp_path / method), empty.anatomy, {}, None)
+        revived = revival.revive(bitgraft.read_archive(tmp_path / method), empty.anatomy, {}, None)
         held = [*revived.parameters(), *revived.buffers()]
         assert held
         assert all(tensor.is_meta for tensor in held)

@@ -274,6 +274,34 @@ def test_a_chain_loads_onto_a_backbone_that_was_rounded_meanwhile(tmp_path):
         assert all(torch.equal(tensor, rounded[key]) for key, tensor in again.tasks[name].tensors().items())
 
 
+def test_a_chain_loads_under_other_names(tmp_path):
+    net, again = network(), network()
+    for name in TASKS:
+        learn(net, name)
+    saved_chain(net, tmp_path)
+    again.load_task(tmp_path / "a.safetensors", name="b")  # and so the name that "b" had is another's
+    again.load_task(tmp_path / "b.safetensors", name="second")
+    again.load_task(tmp_path / "c.safetensors", name="a")
+    for old, new in [("a", "b"), ("b", "second"), ("c", "a")]:
+        assert torch.equal(again(images(), task=new), net(images(), task=old))
+    assert [list(task.card.leans_on) for task in again.tasks.values()] == [[], ["b"], ["second"]]
+    with pytest.raises(TaskError, match="'second' would not run without it"):
+        again.remove_task("b")
+    with pytest.raises(TaskError, match="'a' would not run without it"):
+        again.remove_task("second")
+    (tmp_path / "renamed").mkdir()
+    saved_chain(again, tmp_path / "renamed", ("b", "second", "a"))
+    third = network()
+    for name in ("b", "second", "a"):
+        third.load_task(tmp_path / "renamed" / f"{name}.safetensors")
+    assert torch.equal(third(images(), task="a"), net(images(), task="c"))
+    third.load_task(tmp_path / "c.safetensors", name="twin")  # a file from before the change of names
+    assert torch.equal(third(images(), task="twin"), net(images(), task="c"))
+    learn(net, "d")
+    learn(again, "d")
+    assert torch.equal(again(images(), task="d"), net(images(), task="d"))
+
+
 def test_a_link_whose_earlier_task_is_missing_or_another_is_refused(tmp_path):
     net, again = network(), network()
     learn(net, "a")

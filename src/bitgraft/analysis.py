@@ -1,11 +1,9 @@
 """What is in a task file, in numbers: density and k per layer, bytes by kind. No backbone is needed.
 
-Layers are listed by name in natural order (layer2 before layer10): a file does not say in what order they run.
-A file holds a mask's bytes but not the weight's shape, so counts of weights are rounded up to a multiple of eight.
+Layers are listed as the file states them: in the order in which data reaches them.
 """
 
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ class Layer:
     """What a task does to one weight."""
 
     name: str
+    shape: tuple[int, ...]
     weights: int
     """How many a mask covers; 0 without a mask."""
     ones: int
@@ -83,6 +82,7 @@ class Inspection:
             "method": card.method,
             "options": dict(card.options),
             "head": card.head,
+            "head_layer": self.archive.head_layer,
             "classes": None if card.classes is None else list(card.classes),
             "preprocessing": dict(card.preprocessing),
             "metrics": dict(self.archive.metrics),
@@ -105,26 +105,22 @@ def inspect_file(path: str | Path) -> Inspection:
 
 def inspect_archive(archive: Archive, size: int) -> Inspection:
     """Count what is in an archive that takes `size` bytes as a file."""
-    layers = [_layer(name, parts) for name, parts in archive.parts().items()]
+    parts = archive.parts()
+    layers = [_layer(name, shape, parts.get(name, {})) for name, shape in archive.shapes.items()]
     taken = dict.fromkeys(KINDS, 0)
-    head = _head_layer(archive)
     for key, tensor in archive.tensors.items():
-        taken[_kind(key, archive, head)] += tensor.nbytes
+        taken[_kind(key, archive)] += tensor.nbytes
     taken["header"] = size - sum(taken.values())
-    return Inspection(archive, tuple(sorted(layers, key=lambda layer: natural(layer.name))), taken)
+    return Inspection(archive, tuple(layers), taken)
 
 
-def natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts numbers in names by value."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
-
-
-def _layer(name: str, parts: dict[str, Tensor]) -> Layer:
+def _layer(name: str, shape: tuple[int, ...], parts: dict[str, Tensor]) -> Layer:
     mask, k = parts.get("mask"), parts.get("k")
     values = [tensor.numel() for part, tensor in parts.items() if part not in ("mask", "free", "k")]
     return Layer(
         name=name,
-        weights=0 if mask is None else 8 * mask.numel(),
+        shape=shape,
+        weights=0 if mask is None else math.prod(shape),
         ones=0 if mask is None else ones(mask),
         k=() if k is None else tuple(_spread(row) for row in k),
         values=sum(values),
@@ -136,10 +132,11 @@ def _spread(k: Tensor) -> Spread:
     return Spread(k.mean().item(), k.min().item(), k.max().item())
 
 
-def _kind(key: str, archive: Archive, head: str | None) -> str:
+def _kind(key: str, archive: Archive) -> str:
     name, colon, part = key.partition(":")
     layer, _, last = name.rpartition(".")
-    if key.startswith(HEAD) or (head is not None and layer == head):
+    replaced = archive.card.head == "classes" and key.startswith(f"{archive.head_layer}.")
+    if key.startswith(HEAD) or replaced:
         return "head"
     if last in STATISTICS or part.endswith(STATISTICS):
         return "statistics"
@@ -154,22 +151,6 @@ def _in_norm(layer: str, last: str, archive: Archive) -> bool:
     return archive.tensors[f"{layer}.{last}" if layer else last].dim() <= 1 and weight is not None and weight.dim() <= 1
 
 
-def _head_layer(archive: Archive) -> str | None:
-    """The backbone's own last layer, where the task has other tensors for it: a matrix with one row per class."""
-    classes = archive.card.classes
-    if archive.card.head != "classes" or classes is None:
-        return None
-    rows = {
-        key.rpartition(".")[0]: tensor
-        for key, tensor in archive.tensors.items()
-        if key.endswith(".weight") and tensor.dim() >= 2 and tensor.shape[0] == len(classes)
-    }
-    named = [name for name in rows if re.search(r"fc|head|classifier|logits|output", name.rpartition(".")[2])]
-    matrices = [name for name, tensor in rows.items() if tensor.dim() == 2]
-    found = named or matrices or list(rows)
-    return sorted(found, key=natural)[-1] if found else None
-
-
 def _plain_layer(layer: Layer) -> dict[str, Any]:
     spreads = {
         f"k{i}": {"mean": _finite(k.mean), "low": _finite(k.low), "high": _finite(k.high)}
@@ -177,6 +158,7 @@ def _plain_layer(layer: Layer) -> dict[str, Any]:
     }
     return {
         "name": layer.name,
+        "shape": list(layer.shape),
         "weights": layer.weights,
         "ones": layer.ones,
         "density": layer.density,

@@ -2,25 +2,21 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bitgraft import container
-from bitgraft.anatomy import Anatomy, describe
-from bitgraft.cards import read_card, write_card
-from bitgraft.errors import ClassesError, CorruptError, TaskError, WrongBackboneError
+from bitgraft.cards import Shapes, read_card, read_shapes, write_card
+from bitgraft.errors import CorruptError, TaskError
 from bitgraft.files import read_whole, write_atomically
-from bitgraft.layers import is_norm
 from bitgraft.masks import packed_size
-from bitgraft.methods import registry
 from bitgraft.task import Card, Task, check_name
-from bitgraft.transforms import Transform
 
 HEAD = "head:"  # keys of a head module's own tensors; those of the backbone's last layer keep its names
 PACKED = {"mask", "free"}  # parts that hold eight weights' bits to a byte; all others are float32
@@ -34,6 +30,10 @@ class Archive:
     card: Card
     backbone: str
     """The fingerprint of the backbone that the task belongs to."""
+    head_layer: str | None
+    """The backbone's last layer, as that task's network had it; None for a backbone that gives features."""
+    shapes: Shapes
+    """The weights that the task transforms, in the order in which data reaches them, with their shapes."""
     metrics: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
 
@@ -57,15 +57,25 @@ class Archive:
 
 def pack_task(task: Task, backbone: str) -> Archive:
     """A task as its file holds it."""
-    if odd := [name for name in [*task.owned, *task.transforms] if ":" in name]:
-        raise TaskError(f"task {task.name!r} cannot be saved: the backbone's name {odd[0]!r} has a colon in it")
+    transforms = task.transforms
+    if odd := [name for name in [*task.owned, *transforms] if ":" in name or f"{name}:" == HEAD]:
+        raise TaskError(
+            f"task {task.name!r} cannot be saved: the backbone's name {odd[0]!r} has a colon in it, or is 'head'"
+        )
     tensors = dict(task.owned)
-    for weight, transform in task.transforms.items():
+    for weight, transform in transforms.items():
         tensors |= {f"{weight}:{part}": tensor for part, tensor in transform.parts().items()}
     tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(COUNTER)}
     if task.head is not None:
         tensors |= {f"{HEAD}{name}": tensor for name, tensor in task.head.state_dict().items()}
-    return Archive(task.card, backbone, task.metrics, {key: _at_rest(key, t) for key, t in tensors.items()})
+    return Archive(
+        card=task.card,
+        backbone=backbone,
+        head_layer=task.anatomy.head,
+        shapes={name: tuple(task.anatomy.tensor(name).shape) for name in transforms},
+        metrics=task.metrics,
+        tensors={key: _at_rest(key, tensor) for key, tensor in tensors.items()},
+    )
 
 
 def to_bytes(archive: Archive) -> bytes:
@@ -76,7 +86,10 @@ def to_bytes(archive: Archive) -> bytes:
 def from_bytes(data: bytes, source: str = "the task file") -> Archive:
     """Read and check a file's bytes. Whatever is wrong is an `ArchiveError` that says what."""
     about, tensors = container.decode(data, source)
-    return Archive(read_card(about, source), about["backbone"], about["metrics"], tensors)
+    card, shapes = read_card(about, source), read_shapes(about, source)
+    read = Archive(card, about["backbone"], about["head_layer"], shapes, about["metrics"], tensors)
+    _check_parts(read, source)
+    return read
 
 
 def save(archive: Archive, path: str | Path) -> None:
@@ -88,29 +101,20 @@ def read_archive(path: str | Path) -> Archive:
     return from_bytes(read_whole(path), str(path))
 
 
-def revive(archive: Archive, anatomy: Anatomy, before: Mapping[str, Transform], head: nn.Module | None) -> Task:
-    """The task that a file holds, frozen, on the backbone that it belongs to. What does not fit changes nothing."""
-    card, parts, owned = archive.card, archive.parts(), archive.owned()
-    order = [*(name for name in anatomy.weights if name in parts), *parts]  # as data reaches them, not as filed
-    transforms = {n: _revive_transform(card, anatomy, n, parts[n], before.get(n)) for n in dict.fromkeys(order)}
-    _check_owned(card, anatomy, owned)
-    _check_classes(archive, anatomy)
-    counters = {n: anatomy.tensor(n) for n in anatomy.places if n.endswith(COUNTER)}
-    whole = owned | {n: t for n, t in counters.items() if n.replace(COUNTER, "running_mean") in owned}
-    held = {n: _like(anatomy.tensor(n), whole[n]) for n in anatomy.places if n in whole}
-    task = Task(card, anatomy, transforms, held, _revive_head(archive, anatomy, head)).freeze()
-    task.metrics = dict(archive.metrics)
-    return task
-
-
 def rename(archive: Archive, name: str) -> Archive:
     return replace(archive, card=replace(archive.card, name=check_name(name)))
 
 
+def lean(archive: Archive, name: str) -> Archive:
+    """The same task, where the one that it leans on goes by another name."""
+    (digest,) = archive.card.leans_on.values()
+    return replace(archive, card=replace(archive.card, leans_on={name: digest}))
+
+
 def content(archive: Archive) -> str:
-    """SHA-256 of what another task can lean on: the transforms, and what they lean on themselves."""
+    """SHA-256 of what another task can lean on: the transforms, and what they lean on themselves, not any names."""
     card, digest = archive.card, hashlib.sha256()
-    digest.update(json.dumps([card.method, dict(card.leans_on)], separators=(",", ":")).encode() + b"\n")
+    digest.update(json.dumps([card.method, [*card.leans_on.values()]], separators=(",", ":")).encode() + b"\n")
     for key in sorted(key for key in archive.tensors if ":" in key and not key.startswith(HEAD)):
         digest.update(key.encode() + b"\n")
         digest.update(container.raw(archive.tensors[key]))
@@ -118,170 +122,38 @@ def content(archive: Archive) -> str:
 
 
 def _pieces(archive: Archive) -> list[bytes | memoryview]:
-    about = {**write_card(archive.card), "backbone": archive.backbone, "metrics": dict(archive.metrics)}
+    about = {
+        **write_card(archive.card),
+        "backbone": archive.backbone,
+        "head_layer": archive.head_layer,
+        "shapes": dict(archive.shapes),
+        "metrics": dict(archive.metrics),
+    }
     return container.encode(archive.tensors, about)
 
 
-def _stored_dtype(tensor: Tensor) -> torch.dtype:
+def _check_parts(archive: Archive, source: str) -> None:
+    """Parts are those of weights that the file states, and bits are as many as a weight has elements."""
+    for name, parts in archive.parts().items():
+        if name not in archive.shapes:
+            raise CorruptError(f"{source} has parts for {name!r}, but states no shape of it; it is not usable")
+        size = packed_size(math.prod(archive.shapes[name]))
+        for part in PACKED & parts.keys():
+            if parts[part].shape != (size,):
+                raise CorruptError(
+                    f"{source}: '{name}:{part}' is of shape {tuple(parts[part].shape)}, where a weight of shape "
+                    f"{archive.shapes[name]} should have {size} bytes; it is not usable"
+                )
+
+
+def stored_dtype(tensor: Tensor) -> torch.dtype:
     """Floats are kept in float32, which holds every narrower one exactly."""
     narrow = tensor.is_floating_point() and tensor.dtype != torch.float64
     return torch.float32 if narrow else tensor.dtype
 
 
 def _at_rest(key: str, tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, Tensor) or tensor.is_meta or _stored_dtype(tensor) not in container.DTYPES:
+    if not isinstance(tensor, Tensor) or tensor.is_meta or stored_dtype(tensor) not in container.DTYPES:
         what = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TaskError(f"{key!r} cannot be saved: a task file holds tensors of numbers, and this is {what}")
-    return tensor.detach().to("cpu", _stored_dtype(tensor)).contiguous()
-
-
-def _revive_transform(
-    card: Card, anatomy: Anatomy, name: str, parts: Mapping[str, Tensor], before: Transform | None
-) -> Transform:
-    parameter = anatomy.tensor(name) if name in anatomy.places else None
-    if not isinstance(parameter, nn.Parameter) or not parameter.is_floating_point() or parameter.dim() < 2:
-        raise WrongBackboneError(f"task {card.name!r} transforms {name!r}, which is no weight of the backbone")
-    blank = _blank_transform(card, anatomy, name, parameter.detach(), before)
-    counters = {part: t for part, t in blank.state_dict().items() if part.endswith(COUNTER)}
-    for part, tensor in parts.items():
-        kind = "nothing" if part in counters else torch.uint8 if part in PACKED else torch.float32
-        if tensor.dtype != kind:
-            raise CorruptError(f"'{name}:{part}' is {tensor.dtype}, where {kind} belongs; the file is not usable")
-        if part in PACKED and _has_tail(tensor, parameter.numel()):
-            raise CorruptError(f"'{name}:{part}' has bits set behind the last weight; the file is not usable")
-    started = {part: torch.zeros(t.shape, dtype=t.dtype) for part, t in counters.items()}
-    blank.restore({part: tensor.to(parameter.device) for part, tensor in {**parts, **started}.items()})
-    return blank
-
-
-def _blank_transform(card: Card, anatomy: Anatomy, name: str, tensor: Tensor, before: Transform | None) -> Transform:
-    """A transform of the right make, whose values are still to come."""
-    method = registry.get(card.method)
-    options = method.with_options(card.options)
-    try:
-        blank = method.build(describe(anatomy, name), tensor, options, None, before) if method.build else None
-    except TaskError as cause:
-        raise CorruptError(f"task {card.name!r} cannot have been made as its file says ({cause})") from cause
-    if blank is None:
-        raise CorruptError(f"task {card.name!r} has parts for {name!r}, which method {card.method!r} leaves alone")
-    return blank
-
-
-def _has_tail(packed: Tensor, count: int) -> bool:
-    return count % 8 != 0 and packed.shape == (packed_size(count),) and int(packed[-1]) >> count % 8 != 0
-
-
-def _check_owned(card: Card, anatomy: Anatomy, owned: Mapping[str, Tensor]) -> None:
-    """Head apart, a task owns what its method and options give it, nothing else, and no half of a norm layer."""
-    method = registry.get(card.method)
-    options = method.with_options(card.options)
-    head = set(anatomy.head_names())
-    norms = {name: n for n, m in anatomy.backbone.named_modules() if is_norm(m) for name in _tensors_of(n, m)}
-    asked = {name for name in anatomy.places if any(fnmatchcase(name, pattern) for pattern in options.own)}
-    for name, tensor in owned.items():
-        if name not in anatomy.places:
-            raise WrongBackboneError(f"task {card.name!r} replaces {name!r}, which the backbone does not have")
-        if name not in head:
-            _check_fit(card, name, tensor, anatomy.tensor(name))
-            given = name in asked or (options.norms if name in norms else method.owns_everything)
-            if not given or name.endswith(COUNTER):
-                raise CorruptError(f"task {card.name!r} has {name!r}, which method {card.method!r} leaves alone")
-    layers = {norms[name] for name in owned if name in norms and name not in asked}
-    needed = {name for name, layer in norms.items() if layer in layers}
-    if method.owns_everything:
-        needed |= anatomy.places.keys() - norms.keys() - head
-    if missing := sorted(name for name in needed - owned.keys() if not name.endswith(COUNTER)):
-        raise CorruptError(f"task {card.name!r} lacks {missing[0]!r}; the file is not usable")
-
-
-def _tensors_of(path: str, module: nn.Module) -> list[str]:
-    held = [*module._parameters.items(), *module._buffers.items()]
-    return [f"{path}.{name}" for name, tensor in held if tensor is not None]
-
-
-def _check_fit(card: Card, name: str, tensor: Tensor, model: Tensor, outputs: int | None = None) -> None:
-    shape = model.shape if outputs is None else torch.Size((outputs, *model.shape[1:]))
-    if tensor.shape != shape:
-        raise WrongBackboneError(
-            f"task {card.name!r} has {name!r} of shape {tuple(tensor.shape)}, the backbone takes {tuple(shape)}"
-        )
-    kind = torch.float32 if isinstance(model, nn.Parameter) and model.is_floating_point() else _stored_dtype(model)
-    if tensor.dtype not in ((torch.float32, torch.float64) if kind == torch.float64 else (kind,)):
-        raise CorruptError(f"task {card.name!r} has {name!r} in {tensor.dtype}, where {kind} belongs: not usable")
-
-
-def _like(model: Tensor, tensor: Tensor) -> Tensor:
-    """On the backbone's device; statistics in its dtype; in its memory format, since that decides the last bits."""
-    learned = isinstance(model, nn.Parameter)
-    placed = tensor.detach().to(model.device, tensor.dtype if learned else model.dtype, copy=True)
-    if placed.shape == model.shape and placed.stride() != model.stride():
-        placed = torch.empty_like(model, dtype=placed.dtype).copy_(placed)
-    return nn.Parameter(placed, requires_grad=False) if learned else placed
-
-
-def _check_classes(archive: Archive, anatomy: Anatomy) -> None:
-    """The head's tensors are all there, in its shape, with one row for each class."""
-    card, head = archive.card, set(anatomy.head_names())
-    count = len(card.classes or ())
-    own = archive.owned()
-    if card.head == "classes":
-        rows = {name: (*own[name].shape, 0)[0] for name in head & own.keys()}
-        if set(rows.values()) - {count}:
-            raise _misfit(card, set(rows.values()) - {count})
-        if rows.keys() != head or not head:
-            raise CorruptError(f"task {card.name!r} should have {sorted(head)} for its head; the file is not usable")
-        for name in rows:
-            _check_fit(card, name, own[name], anatomy.tensor(name), count)
-    elif head & own.keys():
-        raise CorruptError(f"task {card.name!r} has {sorted(head & own.keys())}, but no head that takes them")
-    elif card.head == "linear":
-        found = {name: (tensor.dtype, *tensor.shape) for name, tensor in archive.head().items()}
-        rows = {name: shape[1] for name, shape in found.items() if len(shape) > 1}
-        if set(rows.values()) - {count}:
-            raise _misfit(card, set(rows.values()) - {count})
-        if found != {"weight": (torch.float32, count, anatomy.features), "bias": (torch.float32, count)}:
-            raise CorruptError(
-                f"task {card.name!r} has the head {found} for {count} classes and the backbone's "
-                f"{anatomy.features} features; the file is not usable"
-            )
-
-
-def _misfit(card: Card, outputs: set[int]) -> ClassesError:
-    shown = " or ".join(map(str, sorted(outputs)))
-    return ClassesError(
-        f"task {card.name!r} lists {len(card.classes or ())} classes, but its head has {shown} outputs; "
-        "the file is not usable"
-    )
-
-
-def _revive_head(archive: Archive, anatomy: Anatomy, given: nn.Module | None) -> nn.Module | None:
-    state, card = archive.head(), archive.card
-    if given is not None and card.head != "module":
-        raise TaskError(
-            f"task {card.name!r} was not saved with a head module of its own (its head is of kind {card.head!r}): "
-            "load it without head=..."
-        )
-    if card.head not in ("linear", "module"):
-        if state:
-            raise CorruptError(
-                f"task {card.name!r} has tensors of a head, but is of head kind {card.head!r}: not usable"
-            )
-        return None
-    if card.head == "linear":
-        given = nn.Linear(state["weight"].shape[1], state["weight"].shape[0], device="meta")
-    elif given is None:
-        raise TaskError(
-            f"task {card.name!r} was saved with a head module of its own: pass one like it, load_task(path, head=...)"
-        )
-    wanted = {name: (tuple(t.shape), _stored_dtype(t)) for name, t in given.state_dict().items()}
-    found = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
-    if wanted != found:
-        odd = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))[0]
-        raise TaskError(
-            f"the head module does not fit that of task {card.name!r}: it has {odd!r} as {wanted.get(odd)}, "
-            f"the file as {found.get(odd)}"
-        )
-    device = anatomy.tensor(next(iter(anatomy.places))).device
-    dtypes = {name: tensor.dtype for name, tensor in given.state_dict().items()}
-    given.load_state_dict({name: t.to(device, dtypes[name]) for name, t in state.items()}, assign=True)
-    return given.to(device)
+    return tensor.detach().to("cpu", stored_dtype(tensor)).contiguous()

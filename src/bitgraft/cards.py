@@ -11,8 +11,9 @@ from bitgraft.task import Card, HeadKind, check_name
 
 COUNTED_CLASSES = 1 << 20  # more classes than this are written out even if they are called 0, 1, 2, ...
 DIGEST = re.compile("[0-9a-f]{64}")
-OBJECTS = ("leans_on", "metrics", "options", "preprocessing")
-FIELDS = {*OBJECTS, "backbone", "checksum", "classes", "format", "head", "method", "name"}
+OBJECTS = ("leans_on", "metrics", "options", "preprocessing", "shapes")
+FIELDS = {*OBJECTS, "backbone", "checksum", "classes", "format", "head", "head_layer", "method", "name"}
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def write_card(card: Card) -> dict[str, Any]:
@@ -44,6 +45,14 @@ def read_card(about: Mapping[str, Any], source: str) -> Card:
     )
 
 
+def read_shapes(about: Mapping[str, Any], source: str) -> Shapes:
+    """The shape of each weight that the task transforms."""
+    for name, shape in about["shapes"].items():
+        if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+            raise CorruptError(f"{source}: {name!r} has shape {reprlib.repr(shape)}, which is none; it is not usable")
+    return {name: tuple(shape) for name, shape in about["shapes"].items()}
+
+
 def _check_fields(about: Mapping[str, Any], source: str) -> None:
     if set(about) != FIELDS:
         raise CorruptError(f"{source} has the metadata fields {sorted(about)}, not {sorted(FIELDS)}; it is not usable")
@@ -53,6 +62,9 @@ def _check_fields(about: Mapping[str, Any], source: str) -> None:
     for digest in [about["backbone"], *about["leans_on"].values()]:
         if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
             raise CorruptError(f"{source}: {digest!r} should be 64 hexadecimal digits; it is not usable")
+    layer = about["head_layer"]
+    if not isinstance(layer, str | None) or (layer is None and about["head"] == "classes"):
+        raise CorruptError(f"{source}: {layer!r} is no layer for a head of kind {about['head']!r}; it is not usable")
     if about["head"] not in get_args(HeadKind):
         known = ", ".join(get_args(HeadKind))
         raise CorruptError(f"{source}: there is no kind of head {about['head']!r}, known are {known}; it is not usable")

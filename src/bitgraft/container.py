@@ -20,6 +20,7 @@ from bitgraft.errors import CorruptError, NewerFormatError, TaskError
 FORMAT = 1
 DEPTH = 32  # how deep metadata may be nested
 HEADER_LIMIT = 100_000_000  # bytes; safetensors reads no longer one
+ORDERED = ("shapes",)  # metadata whose own order means something
 BLANK = "0" * 64
 CHECKSUM = re.compile(rb'(?<=\\"checksum\\":\\")[0-9a-f]{64}(?=\\")')
 DTYPES = {
@@ -94,14 +95,18 @@ def too_deep(value: Any) -> bool:
 def _text(about: Mapping[str, Any]) -> str:
     """Canonical JSON: sorted, so that the order in which metrics were noted does not show; ASCII, no spaces."""
     try:
-        text = json.dumps(about, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        text = ",".join(f'"{key}":{_canonical(value, key not in ORDERED)}' for key, value in sorted(about.items()))
         if too_deep(about):
             raise ValueError(f"it is nested deeper than {DEPTH}")
-        return text
+        return f"{{{text}}}"
     except (TypeError, ValueError, RecursionError) as cause:
         raise TaskError(
             f"task {about['name']!r}: preprocessing and metrics must be plain JSON data ({cause})"
         ) from cause
+
+
+def _canonical(value: Any, sort: bool) -> str:
+    return json.dumps(value, sort_keys=sort, separators=(",", ":"), allow_nan=False)
 
 
 def _header(data: bytes, source: str) -> tuple[dict[str, Any], dict[str, Any]]:

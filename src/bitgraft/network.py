@@ -10,14 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bitgraft import archive, heads
+from bitgraft import archive, heads, revival
 from bitgraft.anatomy import read_anatomy
 from bitgraft.errors import MissingTaskError, TaskError, UnknownTaskError, WrongBackboneError
 from bitgraft.graft import Graft
 from bitgraft.methods import registry
 from bitgraft.task import Card, Task, check_name, dotless, dotted
 from bitgraft.tracing import logits
-from bitgraft.transforms import Transform
 
 
 class Network(nn.Module):
@@ -142,7 +141,10 @@ class Network(nn.Module):
                 f"{path} belongs to a backbone with fingerprint {filed.backbone[:12]}, "
                 f"this one has {self.fingerprint[:12]}: build the backbone with the weights that the task was made for"
             )
-        return self._keep(archive.revive(filed, self.anatomy, self._leant_on(filed.card), head))
+        before = self._leant_on(filed.card)
+        if before is not None:
+            filed = archive.lean(filed, before.name)
+        return self._keep(revival.revive(filed, self.anatomy, before.transforms if before else {}, head))
 
     def export(self, task: str | None = None) -> nn.Module:
         """The task as an ordinary module of the backbone's own class, with plain weights, in evaluation mode."""
@@ -235,18 +237,19 @@ class Network(nn.Module):
         chain = [task for task in self.tasks.values() if task.card.method == method.name]
         return chain[-1] if method.leans and chain else None
 
-    def _leant_on(self, card: Card) -> Mapping[str, Transform]:
-        transforms: Mapping[str, Transform] = {}
+    def _leant_on(self, card: Card) -> Task | None:
+        """The task that another stands on, known by its content; the name that it had then is where to look first."""
         for name, content in card.leans_on.items():
-            earlier = self.tasks.get(name)
-            if earlier is None:
-                raise MissingTaskError(
-                    f"task {card.name!r} builds on task {name!r}, which is not here: load that one first"
-                )
-            if archive.content(archive.pack_task(earlier, "")) != content:
+            chain = [task for task in self.tasks.values() if task.card.method == card.method]
+            for task in sorted(chain, key=lambda task: task.name != name):
+                if archive.content(archive.pack_task(task, "")) == content:
+                    return task
+            if name in self.tasks:
                 raise MissingTaskError(f"task {card.name!r} builds on another task {name!r} than the one that is here")
-            transforms = earlier.transforms
-        return transforms
+            raise MissingTaskError(
+                f"task {card.name!r} builds on task {name!r}, which is not here under any name: load that one first"
+            )
+        return None
 
     def train(self, mode: bool = True) -> "Network":
         """Set the mode of every task; the backbone keeps its own."""

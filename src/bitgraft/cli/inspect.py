@@ -43,7 +43,7 @@ def inspect(
 def _show(found: "Inspection") -> None:
     parts: list[Any] = [table(["task", found.archive.card.name], _facts(found))]
     if found.layers:
-        parts += [table(*_layers(found)), "Layers are sorted by name; the file does not say in what order they run."]
+        parts += [table(*_layers(found)), "Layers are listed in the order in which data reaches them."]
     show(*parts)
 
 
