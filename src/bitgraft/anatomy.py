@@ -47,8 +47,10 @@ class Anatomy:
 
     def tensor(self, name: str) -> Tensor:
         """The backbone's tensor of that name, as it is now."""
-        module, attribute = self.places[name][0]
-        owner = self.backbone.get_submodule(module)
+        path, attribute = self.places[name][0]
+        owner = self.backbone
+        for step in path.split(".") if path else ():  # get_submodule, which is asked thousands of times, is slow
+            owner = owner._modules[step]  # type: ignore[assignment]
         tensor = owner._parameters.get(attribute)
         return tensor if tensor is not None else owner._buffers[attribute]  # type: ignore[return-value]
 

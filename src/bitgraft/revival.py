@@ -20,8 +20,12 @@ def revive(archive: Archive, anatomy: Anatomy, before: Mapping[str, Transform], 
     """The task that a file holds, frozen, on the backbone that it belongs to. What does not fit changes nothing."""
     card, parts, owned = archive.card, archive.parts(), archive.owned()
     _check_places(archive, anatomy)
-    transforms = {n: _revive_transform(card, anatomy, n, parts.get(n, {}), before.get(n)) for n in archive.shapes}
-    _check_owned(card, anatomy, owned)
+    options = registry.get(card.method).with_options(card.options)
+    transforms = {}
+    for name in archive.shapes:
+        blank = _blank_transform(card, anatomy, name, options, before.get(name))
+        transforms[name] = _fill(blank, name, anatomy.tensor(name), parts.get(name, {}))
+    _check_owned(card, anatomy, owned, options)
     _check_classes(archive, anatomy)
     counters = {n: anatomy.tensor(n) for n in anatomy.places if n.endswith(COUNTER)}
     whole = owned | {n: t for n, t in counters.items() if n.replace(COUNTER, "running_mean") in owned}
@@ -49,29 +53,13 @@ def _check_places(archive: Archive, anatomy: Anatomy) -> None:
         )
 
 
-def _revive_transform(
-    card: Card, anatomy: Anatomy, name: str, parts: Mapping[str, Tensor], before: Transform | None
+def _blank_transform(
+    card: Card, anatomy: Anatomy, name: str, options: registry.Options, before: Transform | None
 ) -> Transform:
-    parameter = anatomy.tensor(name)
-    blank = _blank_transform(card, anatomy, name, parameter.detach(), before)
-    counters = {part: t for part, t in blank.state_dict().items() if part.endswith(COUNTER)}
-    for part, tensor in parts.items():
-        kind = "nothing" if part in counters else torch.uint8 if part in PACKED else torch.float32
-        if tensor.dtype != kind:
-            raise CorruptError(f"'{name}:{part}' is {tensor.dtype}, where {kind} belongs; the file is not usable")
-        if part in PACKED and _has_tail(tensor, parameter.numel()):
-            raise CorruptError(f"'{name}:{part}' has bits set behind the last weight; the file is not usable")
-    started = {part: torch.zeros(t.shape, dtype=t.dtype) for part, t in counters.items()}
-    blank.restore({part: tensor.to(parameter.device) for part, tensor in {**parts, **started}.items()})
-    return blank
-
-
-def _blank_transform(card: Card, anatomy: Anatomy, name: str, tensor: Tensor, before: Transform | None) -> Transform:
     """A transform of the right make, whose values are still to come."""
-    method = registry.get(card.method)
-    options = method.with_options(card.options)
+    build = registry.get(card.method).build
     try:
-        blank = method.build(describe(anatomy, name), tensor, options, None, before) if method.build else None
+        blank = build(describe(anatomy, name), anatomy.tensor(name).detach(), options, None, before) if build else None
     except TaskError as cause:
         raise CorruptError(f"task {card.name!r} cannot have been made as its file says ({cause})") from cause
     if blank is None:
@@ -79,15 +67,25 @@ def _blank_transform(card: Card, anatomy: Anatomy, name: str, tensor: Tensor, be
     return blank
 
 
+def _fill(blank: Transform, name: str, weight: Tensor, parts: Mapping[str, Tensor]) -> Transform:
+    counters = {part: torch.zeros_like(t) for part, t in blank.named_buffers() if part.endswith(COUNTER)}
+    for part, tensor in parts.items():
+        kind = "nothing" if part in counters else torch.uint8 if part in PACKED else torch.float32
+        if tensor.dtype != kind:
+            raise CorruptError(f"'{name}:{part}' is {tensor.dtype}, where {kind} belongs; the file is not usable")
+        if part in PACKED and _has_tail(tensor, weight.numel()):
+            raise CorruptError(f"'{name}:{part}' has bits set behind the last weight; the file is not usable")
+    blank.restore({part: tensor.to(weight.device) for part, tensor in {**parts, **counters}.items()})
+    return blank
+
+
 def _has_tail(packed: Tensor, count: int) -> bool:
     return count % 8 != 0 and packed.shape == (packed_size(count),) and int(packed[-1]) >> count % 8 != 0
 
 
-def _check_owned(card: Card, anatomy: Anatomy, owned: Mapping[str, Tensor]) -> None:
+def _check_owned(card: Card, anatomy: Anatomy, owned: Mapping[str, Tensor], options: registry.Options) -> None:
     """Head apart, a task owns what its method and options give it, nothing else, and no half of a norm layer."""
-    method = registry.get(card.method)
-    options = method.with_options(card.options)
-    head = set(anatomy.head_names())
+    method, head = registry.get(card.method), set(anatomy.head_names())
     norms = {name: n for n, m in anatomy.backbone.named_modules() if is_norm(m) for name in _tensors_of(n, m)}
     asked = {name for name in anatomy.places if any(fnmatchcase(name, pattern) for pattern in options.own)}
     for name, tensor in owned.items():
