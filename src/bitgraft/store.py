@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from bitgraft.archive import Archive, read_archive
-from bitgraft.errors import StoreError, UnknownTaskError
+from bitgraft.errors import ArchiveError, StoreError, UnknownTaskError
 from bitgraft.files import write_atomically
 from bitgraft.loading import load_backbone
 from bitgraft.network import Network
@@ -162,7 +162,10 @@ def _write_first(path: Path, data: bytes) -> None:
     """Write a file unless somebody else has done so meanwhile: the first one stays, and it is whole."""
     part = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
-        write_atomically(part, data)
+        try:
+            write_atomically(part, data)
+        except ArchiveError as cause:
+            raise StoreError(str(cause).replace(part.name, path.name)) from cause
         with contextlib.suppress(FileExistsError):
             try:
                 os.link(part, path)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 from accelerate import Accelerator
 from rich.console import Console
@@ -65,7 +66,7 @@ def run(
 
 def _accelerator(precision: str) -> Accelerator:
     try:
-        return Accelerator(mixed_precision=precision)
+        return Accelerator(mixed_precision=precision, cpu=not torch.accelerator.is_available())
     except ValueError as fault:  # fp16 on a CPU, for one
         raise TrainingError(f"--mixed-precision {precision} does not go here: {fault}") from fault
 

@@ -90,7 +90,8 @@ def _remove(folder: Path) -> None:
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    return {**settings, **settings.pop("config", {})}
+    config = settings.pop("config", {})
+    return {**settings, **config}
 
 
 def _short(value: Any) -> str:

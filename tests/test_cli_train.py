@@ -1,0 +1,333 @@
+"""`bitgraft train` as a user meets it: what it writes, what it refuses, and how it is interrupted."""
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from images import NET, SOURCE, bitgraft, ended, fork, photos
+
+from bitgraft import read_archive
+from bitgraft.training import runs
+from bitgraft.training.loop import _Run
+
+RUN = ("--backbone", NET, "--task", "colours", "--size", "16", "--batch", "8", "--epochs", "2")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """A folder with images and a network, and the command line in it."""
+    photos(tmp_path / "photos")
+    (tmp_path / "own_net.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_net", raising=False)
+    return lambda *args: bitgraft(capsys, monkeypatch, *args)
+
+
+def stored(folder):
+    return sorted(
+        str(p.relative_to(folder / "bitgraft-store")) for p in (folder / "bitgraft-store").rglob("*") if p.is_file()
+    )
+
+
+def test_from_a_folder_to_a_task_file(run, tmp_path):
+    code, out, err = run("train", "photos", *RUN)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "photos: 3 classes, images: 24 to train, 9 to validate, 9 to test"
+    assert re.fullmatch(r"epoch 1/2  loss .* train .* val .* images/s  \d+ s left", lines[2])
+    assert lines[-1] == "next: bitgraft predict IMAGE --task colours"
+    assert stored(tmp_path) == ["colours.safetensors", "runs/colours/metrics.jsonl", "store.json"]
+    records = [
+        json.loads(line) for line in (tmp_path / "bitgraft-store/runs/colours/metrics.jsonl").read_text().splitlines()
+    ]
+    assert [record["epoch"] for record in records] == [1, 2]
+    archive = read_archive(tmp_path / "bitgraft-store/colours.safetensors")
+    assert archive.card.classes == ("blue", "green", "red")
+    assert archive.card.preprocessing["size"] == [16, 16]
+    assert archive.metrics["test"]["accuracy"] > 0.3
+
+
+def test_the_store_knows_its_backbone_and_json_is_all_that_is_printed(run, tmp_path):
+    assert run("train", "photos", *RUN)[0] == 0
+    code, out, err = run(
+        "train", "photos", "--task", "b", "--size", "16", "--epochs", "1", "--method", "simple", "--option", "k1=0",
+        "--keep", "best", "--class-weights", "balanced", "--json",
+    )  # fmt: skip
+    report = json.loads(out)
+    assert code == 0
+    assert "epoch 1/1" in err
+    assert (report["task"], report["method"], len(report["history"])) == ("b", "simple", 1)
+    assert read_archive(report["file"]).card.options["k1"] == 0
+
+
+def test_the_same_command_gives_the_same_bytes(run, tmp_path):
+    files = []
+    for seed in ("0", "0", "1"):
+        assert run("train", "photos", *RUN, "--seed", seed, "--overwrite")[0] == 0
+        files.append((tmp_path / "bitgraft-store/colours.safetensors").read_bytes())
+    assert files[0] == files[1]
+    assert files[0] != files[2]
+
+
+def test_show_config(run, tmp_path):
+    code, out, _ = run("train", "--show-config", "--preset", "decathlon", "--rate", "k=3e-3", "--weight-decay", "1e-4")
+    config = tomllib.loads(out)
+    assert code == 0
+    assert (config["epochs"], config["drop_after"], config["resize"]) == (60, 45, 72)
+    assert config["rates"].items() >= {"scores": 1e-4, "k": 3e-3, "norms": 1e-4, "head": 1e-3}.items()
+    assert set(config["weight_decay"].values()) == {1e-4}
+    shown = json.loads(run("train", "--show-config", "--schedule", "constant", "--no-flip", "--json")[1])
+    assert (shown["preset"], shown["schedule"], shown["flip"]) == ("quick", "constant", False)
+    assert not (tmp_path / "bitgraft-store").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        ((), 2, "bitgraft train DATA --task NAME"),
+        (("photos",), 2, "bitgraft train DATA --task NAME"),
+        (("photos", "--task", "a"), 2, "no store at bitgraft-store yet: begin it with --backbone"),
+        (("photos", *RUN, "--method", "fll"), 2, "did you mean 'full'"),
+        (("photos", *RUN, "--option", "k9=1"), 2, "no option 'k9'"),
+        (("photos", *RUN, "--option", "k1"), 2, "give NAME=VALUE"),
+        (("photos", *RUN, "--option", "per=row"), 2, "per='row'"),
+        (("photos", *RUN, "--preset", "fast"), 2, "known are quick"),
+        (("photos", *RUN, "--rate", "masks=1"), 2, "no role 'masks'"),
+        (("photos", *RUN, "--rate", "k=fast"), 2, "give ROLE=NUMBER"),
+        (("photos", *RUN, "--weight-decay", "k=-1"), 2, "must not be negative"),
+        (("photos", *RUN, "--schedule", "linear"), 2, "linear"),
+        (("photos", *RUN, "--epochs", "0"), 2, "epochs"),
+        (("photos", *RUN, "--backbone", "own_net:nothing"), 2, "own_net:nothing"),
+        (("photos", *RUN, "--resume"), 1, "no run of task 'colours' to resume"),
+        (("photos", *RUN, "--resize", "8"), 1, "resize at least"),
+        (("photos", *RUN, "--mixed-precision", "fp16"), 1, "--mixed-precision fp16"),
+        (("photos", *RUN, "--tensorboard"), 1, "pip install 'bitgraft[tensorboard]'"),
+        (("photos", *RUN, "--task", "../x"), 1, "../x"),
+        (("photos", *RUN, "--rate", "1e30", "--method", "finetune", "--schedule", "constant"), 1, "not a number"),
+    ],
+)
+def test_a_wrong_command_is_one_sentence_and_leaves_no_task(run, tmp_path, monkeypatch, args, code, said):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # as if it were not installed
+    left, _, err = run("train", *args)
+    assert left == code
+    assert said in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert [name for name in stored(tmp_path) if name != "store.json"] == []
+
+
+def test_a_task_that_is_there_and_a_store_of_another_backbone(run, tmp_path):
+    assert run("train", "photos", *RUN)[0] == 0
+    before = (tmp_path / "bitgraft-store/colours.safetensors").read_bytes()
+    assert "has a task 'colours' already" in run("train", "photos", *RUN)[2]
+    assert "no run of task 'colours' to resume" in run("train", "photos", *RUN, "--resume")[2]
+    code, _, err = run("train", "photos", "--backbone", "own_net:other", "--task", "b", "--size", "16")
+    assert code == 1
+    assert "a store holds the tasks of one backbone" in err
+    assert (tmp_path / "bitgraft-store/colours.safetensors").read_bytes() == before
+
+
+def test_empty_class_and_no_data(run, tmp_path):
+    assert "no data set at 'nowhere'" in run("train", "nowhere", *RUN)[2]
+    (tmp_path / "photos/train/yellow").mkdir()
+    code, _, err = run("train", "photos", *RUN)
+    assert code == 1
+    assert "hold no image: yellow" in err
+    assert not (tmp_path / "bitgraft-store").exists()
+
+
+def test_a_class_missing_from_validation_is_a_warning(run, tmp_path):
+    for path in (tmp_path / "photos/val/red").iterdir():
+        path.unlink()
+    code, out, _ = run("train", "photos", *RUN)
+    assert code == 0
+    assert "warning: 1 of 3 classes have no validation image, so validation says nothing about it: red" in out
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_an_unreadable_image_is_named_or_skipped(run, tmp_path, workers):
+    bad = tmp_path / "photos/train/red/3.png"
+    bad.write_bytes(b"not an image")
+    code, _, err = run("train", "photos", *RUN, "--workers", workers)
+    assert code == 1
+    assert err.count("\n") == 1
+    assert "photos/train/red/3.png" in err
+    assert "--skip-bad-images" in err
+    assert stored(tmp_path) == ["store.json"]
+    code, out, err = run("train", "photos", *RUN, "--workers", workers, "--skip-bad-images")
+    assert (code, err) == (0, "")
+    assert "skipped 1 files that cannot be read:\n  photos/train/red/3.png: it is no image that PIL knows" in out
+
+
+def allowed(tmp_path, run, most):
+    """How many writes succeed before one does not: one more in each run, fewer when only an epoch and the task file are
+    left to write, so that each file has its turn."""
+    return run % most if (tmp_path / "bitgraft-store/runs/colours/state.pt").exists() else run
+
+
+def after(count, action, call, monkeypatch=None):
+    """Let a function of `os` do something else after so many calls."""
+    real, left = getattr(os, call), [count]
+
+    def replaced(*args, **kwargs):
+        left[0] -= 1
+        return action() if left[0] < 0 else real(*args, **kwargs)
+
+    (monkeypatch.setattr if monkeypatch else setattr)(os, call, replaced)
+
+
+def disk_full():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_names_the_file_and_leaves_nothing_half_written(run, tmp_path, monkeypatch):
+    """Wherever the disk is full: at each of the files that a run writes, one after the other."""
+    named = []
+    for turn in range(30):
+        with monkeypatch.context() as patch:
+            after(allowed(tmp_path, turn, 5), disk_full, "fsync", patch)
+            begun = (tmp_path / "bitgraft-store/runs/colours/run.json").exists()
+            code, _, err = run("train", "photos", *RUN, *["--resume"] * begun)
+        assert not list(tmp_path.rglob("*.part"))
+        if code == 0:
+            break
+        assert code == 1
+        assert err.count("\n") == 1
+        assert "No space left on device" in err
+        assert not (tmp_path / "bitgraft-store/colours.safetensors").exists()
+        named.append(os.path.basename(err.partition("cannot write ")[2].partition(":")[0]))
+        assert ("go on with `bitgraft train" in err) == (tmp_path / "bitgraft-store/runs/colours/state.pt").exists()
+    assert {"run.json", "metrics.jsonl", "state.pt", "colours.safetensors"} <= set(named)
+    assert stored(tmp_path) == ["colours.safetensors", "runs/colours/metrics.jsonl", "store.json"]
+
+
+def uninterrupted(run, tmp_path, *args):
+    assert run("train", "photos", *args)[0] == 0
+    path = tmp_path / "bitgraft-store/colours.safetensors"
+    expected, metrics = path.read_bytes(), (tmp_path / "bitgraft-store/runs/colours/metrics.jsonl").read_bytes()
+    path.unlink()
+    return expected, metrics
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("call", "most"), [("fsync", 5), ("replace", 3)])
+def test_a_killed_command_resumes_to_the_same_bytes(run, tmp_path, call, most):
+    """Killed again and again while it writes: before a file is on disk, and before it has its name."""
+    expected, metrics = uninterrupted(run, tmp_path, *RUN)
+    codes = []
+    for turn in range(30):
+        count = allowed(tmp_path, turn, most)
+        begun = (tmp_path / "bitgraft-store/runs/colours/run.json").exists()
+        process = fork("train", "photos", *RUN, *["--resume"] * begun, prepare=lambda n=count: after(n, die, call))
+        codes.append(ended(process)[0])
+        if codes[-1] != -signal.SIGKILL:
+            break
+    assert codes[-1] == 0
+    assert len(codes) > 4
+    assert (tmp_path / "bitgraft-store/colours.safetensors").read_bytes() == expected
+    assert (tmp_path / "bitgraft-store/runs/colours/metrics.jsonl").read_bytes() == metrics
+    assert not (tmp_path / "bitgraft-store/runs/colours/state.pt").exists()
+
+
+def signal_in_step_4(signum):
+    real, steps = _Run._step, []
+
+    def step(*args):
+        steps.append(1)
+        if len(steps) == 4:
+            os.kill(os.getpid(), signum)
+        return real(*args)
+
+    _Run._step = step
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_keeps_the_state_and_says_how_to_go_on(run, tmp_path, signum):
+    expected, _ = uninterrupted(run, tmp_path, *RUN)
+    code, err = ended(fork("train", "photos", *RUN, prepare=lambda: signal_in_step_4(signum)))
+    assert code == 130
+    assert "Traceback" not in err
+    command = err.strip().splitlines()[-1].strip()
+    assert command == f"bitgraft train photos {' '.join(RUN)} --resume"
+    assert "was interrupted and can go on: pass --resume" in run("train", "photos", *RUN)[2]
+    code, _, err = run("train", "photos", *RUN, "--resume", "--batch", "4")
+    assert code == 1
+    assert "batch was 8, is 4" in err
+    code, _, err = run("train", "photos", *RUN, "--resume", "--method", "simple")
+    assert "method was" in err
+    code, out, err = run(*command.split()[1:])
+    assert (code, err) == (0, "")
+    assert "going on with colours" in out
+    assert (tmp_path / "bitgraft-store/colours.safetensors").read_bytes() == expected
+
+
+def test_two_commands_on_one_store(run, tmp_path):
+    names = ("a", "b")
+    running = [fork("train", "photos", *RUN, "--task", name) for name in names]
+    assert [ended(process) for process in running] == [(0, "")] * 2
+    assert sorted(p.stem for p in (tmp_path / "bitgraft-store").glob("*.safetensors")) == ["a", "b"]
+    out = run("tasks", "--json")[1]
+    assert [row["name"] for row in json.loads(out)["tasks"]] == ["a", "b"]
+    assert all("error" not in row for row in json.loads(out)["tasks"])
+
+
+def test_a_task_that_another_command_is_training(run, tmp_path):
+    with runs.occupied(tmp_path / "bitgraft-store/runs/colours"):
+        code, _, err = run("train", "photos", *RUN)
+    assert code == 1
+    assert "another command is training in bitgraft-store/runs/colours" in err
+
+
+def test_two_processes_write_one_task_and_only_one_speaks(run, tmp_path):
+    script = tmp_path / "command.py"
+    script.write_text("from bitgraft.cli.main import main\nmain()\n")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    done = subprocess.run(
+        [*launcher, "train", "photos", *RUN],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "photos: 3 classes, images: 24 to train, 9 to validate, 9 to test"
+    assert [line[:9] for line in lines[2:4]] == ["epoch 1/2", "epoch 2/2"]
+    assert len(lines) == 7
+    assert stored(tmp_path) == ["colours.safetensors", "runs/colours/metrics.jsonl", "store.json"]
+    assert run("eval", "photos", "--task", "colours")[0] == 0
+
+
+def test_tensorboard(run, tmp_path, monkeypatch):
+    written = []
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            written.append((os.path.basename(folder), purge_step))
+
+        def add_scalar(self, name, value, step):
+            written.append((name, step))
+
+        def flush(self):
+            pass
+
+        def close(self):
+            written.append("closed")
+
+    module = type(sys)("torch.utils.tensorboard")
+    module.SummaryWriter = Writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    assert run("train", "photos", *RUN, "--tensorboard")[0] == 0
+    assert written[0] == ("tensorboard", 1)
+    assert ("accuracy/val", 2) in written
+    assert written[-1] == "closed"
