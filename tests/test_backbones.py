@@ -106,11 +106,11 @@ class Attention(nn.Module):
 
 
 BACKBONES = {
-    "resnet50": (lambda: timm.create_model("resnet50"), (3, 64, 64)),
-    "densenet121": (lambda: timm.create_model("densenet121"), (3, 64, 64)),
-    "efficientnet": (lambda: timm.create_model("tf_efficientnet_lite0"), (3, 64, 64)),
-    "mobilenet": (lambda: timm.create_model("mobilenetv3_large_100"), (3, 64, 64)),
-    "convnext": (lambda: timm.create_model("convnext_atto"), (3, 64, 64)),
+    "resnet50": (lambda: timm.create_model("resnet50"), (3, 32, 32)),
+    "densenet121": (lambda: timm.create_model("densenet121"), (3, 32, 32)),
+    "efficientnet": (lambda: timm.create_model("tf_efficientnet_lite0"), (3, 32, 32)),
+    "mobilenet": (lambda: timm.create_model("mobilenetv3_large_100"), (3, 32, 32)),
+    "convnext": (lambda: timm.create_model("convnext_atto"), (3, 32, 32)),
     "vit": (lambda: timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3), (3, 32, 32)),
     "transformers-vit": (vit, (3, 32, 32)),
     "transformers-resnet": (
