@@ -173,8 +173,8 @@ def test_a_backbone_takes_a_task(name, tmp_path):
     learn(net, "t", images, steps=2, rate=1e-5)
     lost = [n for n, p in task.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
     assert not lost
-    still = [n for n, p in task.named_parameters() if not p.grad.any()]
-    assert still == []
+    still = {n for n, p in task.named_parameters() if not p.grad.any()}
+    assert still == ({"_transforms.·0·weight.shift"} if name == "perceptron" else set())  # layer norm takes k1 away
 
     result = run(net, images, task="t")
     assert result.shape == (4, 5)

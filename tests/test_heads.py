@@ -124,7 +124,7 @@ def test_a_head_module_takes_the_last_layers_place_or_stands_behind_the_features
     learn(net, "t", x)
     assert all(p.grad is not None for p in head.parameters())
     assert head.norm.num_batches_tracked == 2
-    assert {role for role, _ in task.roles()} == {"scores", "k", "norms", "head"}
+    assert {role for role, _ in task.roles()} == {"scores", "k", "shift", "norms", "head"}
     answer = run(net, x, task="t")
     assert answer.shape == (4, 4)
     plain = net.export("t")

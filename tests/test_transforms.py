@@ -66,9 +66,16 @@ def transform(weight: Weight, tensor: torch.Tensor, k=LEARNED, seed: int = 0, **
     rng = torch.Generator().manual_seed(seed)
     scores = strided_like(tensor, chosen.threshold + torch.randn(weight.shape, generator=rng))
     made = Masked(weight, chosen.rule(weight), scores)
-    if made.k is not None:
-        made.k.data = torch.randn(made.k.shape, generator=rng)
+    for parameter in (made.k, made.shift):
+        if parameter is not None:
+            parameter.data = torch.randn(parameter.shape, generator=rng)
     return made
+
+
+def gradients(made: Masked) -> torch.Tensor:
+    """The gradients to the learned k, in the order of k0..k3."""
+    kept = {} if made.k is None else dict(zip([i for i in made.rule.learned if i != 1], made.k.grad, strict=True))
+    return torch.stack([made.shift.grad if i == 1 else kept[i] for i in made.rule.learned])
 
 
 def naive(made: Masked, tensor: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -103,7 +110,7 @@ def test_w_is_equation_2_for_every_choice_of_learned_and_constant_k(learned, per
     for yes, row, constant in zip(learned, values, constants, strict=True):
         assert yes or torch.equal(row, torch.full_like(row, constant))
     assert made.rule.learned == [i for i, yes in enumerate(learned) if yes]
-    assert sum(p.numel() for n, p in made.named_parameters() if n == "k") == sum(learned) * values[0].numel()
+    assert sum(p.numel() for n, p in made.named_parameters() if n in ("k", "shift")) == sum(learned) * values[0].numel()
     expected = reference(weight, tensor, made.scores >= 0, values)
     torch.testing.assert_close(made(tensor).double(), expected, rtol=1e-5, atol=1e-6)
 
@@ -191,15 +198,17 @@ def test_gradients_to_k_match_finite_differences_and_plain_autograd(name, per):
     error().backward()
     k = made.values().detach().requires_grad_()
     (naive(made, tensor, k, (made.scores >= 0).double()).square() * upstream).sum().backward()
-    torch.testing.assert_close(made.k.grad, k.grad)
-    step, flat = 1e-5, made.k.data.view(-1)
-    for i, exact in enumerate(made.k.grad.view(-1)):
-        flat[i] += step
-        above = error().detach()
-        flat[i] -= 2 * step
-        below = error().detach()
-        flat[i] += step
-        torch.testing.assert_close((above - below) / (2 * step), exact, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(gradients(made), k.grad)
+    step = 1e-5
+    for parameter in (made.k, made.shift):
+        flat = parameter.data.view(-1)
+        for i, exact in enumerate(parameter.grad.view(-1)):
+            flat[i] += step
+            above = error().detach()
+            flat[i] -= 2 * step
+            below = error().detach()
+            flat[i] += step
+            torch.testing.assert_close((above - below) / (2 * step), exact, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("learned", CHOICES)
@@ -214,9 +223,10 @@ def test_a_constant_k_changes_no_other_gradient(learned):
         some.scores.data.copy_(every.scores)
         (some(tensor) * upstream).sum().backward()
         rows = [i for i, yes in enumerate(learned) if yes]
-        assert (some.k is None) == (not rows)
-        if some.k is not None:
-            torch.testing.assert_close(some.k.grad, every.k.grad[rows])
+        assert (some.k is None) == (not [i for i in rows if i != 1])
+        assert (some.shift is None) == (1 not in rows)
+        if rows:
+            torch.testing.assert_close(gradients(some), gradients(every)[rows])
 
 
 def test_gradients_of_a_half_precision_weight_are_summed_in_float32():
@@ -228,7 +238,7 @@ def test_gradients_of_a_half_precision_weight_are_summed_in_float32():
     mask = (made.scores >= 0).double().requires_grad_()
     k = made.values().detach().double().requires_grad_()
     naive(made, tensor.double(), k, mask).backward(upstream.double())
-    torch.testing.assert_close(made.k.grad.double(), k.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gradients(made).double(), k.grad, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(made.scores.grad.double(), mask.grad, rtol=1e-5, atol=1e-6)
 
 
@@ -340,3 +350,32 @@ def test_affine_is_piecewise_one_of_two_maps():
 def test_a_transform_without_an_equation_says_so():
     with pytest.raises(NotImplementedError):
         Transform()(torch.zeros(1))
+
+
+@pytest.mark.parametrize("per", PER)
+@pytest.mark.parametrize(
+    "k", [LEARNED, (1.0, "learn", "learn", 0.0), (0.0, "learn", 0.0, 1.0), (1.0, 0.0, "learn", 0.0)]
+)
+def test_centred_coordinates_are_the_same_weights_and_move_apart(k, per):
+    layer = nn.Conv2d(3, 4, 3)
+    weight, tensor = describe(layer), layer.weight.detach()
+    made = transform(weight, tensor, k, per=per)
+    plain = made(tensor).detach()
+    made.centre(True)
+    assert torch.allclose(made(tensor).detach(), plain, atol=1e-6)
+    made.centre(False)
+    assert torch.allclose(made(tensor).detach(), plain, atol=1e-6)
+    if (
+        k[1] == k[2] == "learn"
+    ):  # a step of k2 leaves the layer's mean weight where it is, but for masks that are not half
+        made.scores.data = (
+            torch.ones(weight.shape).flatten().index_fill_(0, torch.arange(0, 108, 2), -1.0).view(weight.shape)
+        )
+        made.centre(True)
+        before = made.values().detach()
+        made.k.data[made._kept.index(2)] += 1.0
+        after = made.values().detach()
+        assert torch.allclose(after[2] - before[2], torch.ones_like(after[2]))
+        assert torch.allclose(after[1] - before[1], torch.full_like(after[1], -0.5), atol=1e-6)
+    made.freeze()
+    assert made.shift is None

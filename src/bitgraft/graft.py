@@ -27,8 +27,8 @@ class Graft:
     def __init__(self, task: Task) -> None:
         self.task = task
         self._lock = threading.Lock()
-        self._mode: bool | None = None
-        self._grad: bool | None = None
+        self._mode: tuple[bool, bool, bool] | None = None
+        self._grad = False
         self._revision = -1
         self._backbone: list[Tensor] = []
         self._base: tuple[Any, ...] = ()
@@ -37,7 +37,9 @@ class Graft:
         with torch.inference_mode(False):  # tensors made in inference mode would be of no use to learning later
             self.module = private_copy(task.anatomy.backbone)
             self._slots = _slots(self.module, task.anatomy)
-            self._still = _unowned_statistics(self.module, set(task.owned))
+            self._still = {
+                holds: _still_layers(self.module, set() if holds else set(task.owned)) for holds in (False, True)
+            }
             self._behind = _place_head(self.module, task)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,10 +86,11 @@ class Graft:
     def _follow(self) -> None:
         """Notice a change of mode, tensors exchanged for others, and a backbone that was moved or written to."""
         task = self.task
-        if (self._mode, self._grad) != (task.training, torch.is_grad_enabled()):
-            self._mode, self._grad = task.training, torch.is_grad_enabled()
-            self.module.train(self._mode)
-            for layer in self._still:
+        mode = (task.training, task.holds_statistics, torch.is_grad_enabled())
+        if self._mode != mode:
+            self._mode, self._grad = mode, torch.is_grad_enabled()
+            self.module.train(task.training)
+            for layer in self._still[task.holds_statistics]:
                 layer.training = False  # the layer alone: dropout below it follows the mode
             self._revision = -1
         if self._revision != task.revision or self._base != _versions(self._backbone):
@@ -144,8 +147,8 @@ def _versions(watched: list[Tensor]) -> tuple[Any, ...]:
     return (*first, *[t._version for t in watched])
 
 
-def _unowned_statistics(module: nn.Module, owned: set[str]) -> list[nn.Module]:
-    """Norm layers whose statistics are the backbone's: they stay in evaluation mode, so that nothing moves them."""
+def _still_layers(module: nn.Module, owned: set[str]) -> list[nn.Module]:
+    """Norm layers whose statistics are not owned: they stay in evaluation mode, so that nothing moves them."""
     return [
         layer
         for path, layer in module.named_modules()

@@ -12,7 +12,7 @@ from torch.amp.autocast_mode import is_autocast_available
 
 from bitgraft.anatomy import Anatomy
 from bitgraft.errors import TaskError, UnsafeNameError
-from bitgraft.transforms import Prunable, Transform
+from bitgraft.transforms import Masked, Prunable, Transform
 
 HeadKind = Literal["classes", "linear", "module", "keep", "none"]
 """classes: the backbone's own last layer with other tensors in it; linear: one put behind a backbone that gives
@@ -47,6 +47,7 @@ class Task(nn.Module):
         super().__init__()
         self.card, self.anatomy = card, anatomy
         self.metrics: dict[str, Any] = {}
+        self.holds_statistics = False  # norm layers normalise by running statistics in training, too, and leave them
         self.revision = 0  # counts the times that tensors were exchanged for others, not merely written to
         self.lessons = 0  # counts the times that it ran to learn, after which an optimiser may have written to it
         self._learned: tuple[int, list[nn.Parameter]] = (-1, [])
@@ -106,7 +107,7 @@ class Task(nn.Module):
         return [*self.parameters(), *held, *other]
 
     def roles(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What is learned, each with its role (scores, k, weights, norms, head), so that each can have its own rate."""
+        """What is learned, each with its role (scores, k, shift, weights, norms, head), so that each has its rate."""
         head = set(self.anatomy.head_names())
         norms = {name for names in self.anatomy.norms.values() for name in names}
         held = [(t.role(name), p) for t in self.transforms.values() for name, p in t.named_parameters()]
@@ -126,6 +127,12 @@ class Task(nn.Module):
             if name not in head and (isinstance(tensor, nn.Parameter) or (statistics and tensor.is_floating_point()))
         ]
         return 32 * sum(kept) + sum(t.bits(statistics=statistics) for t in self.transforms.values())
+
+    def centre(self, on: bool) -> None:
+        """Learn masks in centred coordinates, or not (`Masked.centre`). Outputs stay the same."""
+        for transform in self.transforms.values():
+            if isinstance(transform, Masked):
+                transform.centre(on)
 
     def freeze(self) -> "Task":
         """End of learning: masks become bits, nothing asks for a gradient. Outputs stay the same to the last bit."""

@@ -76,7 +76,7 @@ class Transform(nn.Module):
         raise NotImplementedError
 
     def role(self, parameter: str) -> str:
-        """What a parameter of this name is to an optimiser: "scores", "k" or "weights"."""
+        """What a parameter of this name is to an optimiser: "scores", "k", "shift" (k1) or "weights"."""
         return "weights"
 
     def bits(self, *, statistics: bool = False) -> int:
@@ -205,11 +205,14 @@ def _grad_k(grad: Tensor, weight: Tensor, mask: Tensor, learned: list[int], chan
 class Masked(Transform):
     """W~ = k0 W + k1 1 + k2 M + k3 W∘M with M = 1[R >= threshold] (the paper, equation 2).
 
-    While it learns it holds R (`scores`) and the learned k; frozen, it holds M packed to bits and all four k.
+    While it learns it holds R (`scores`) and the learned k, with k1 apart (`shift`); frozen, it holds M packed to bits
+    and all four k. Centred, it learns what `shift` adds to the mean of k2 M rather than k1 itself: the same W~ in other
+    coordinates, in which a step of k2 does not move all weights of a layer the same way.
     """
 
     scores: nn.Parameter | None
     k: nn.Parameter | None
+    shift: nn.Parameter | None
     constants: Tensor
     packed: Tensor | None
 
@@ -220,7 +223,10 @@ class Masked(Transform):
         k = torch.tensor([START[i] if v is None else v for i, v in enumerate(rule.fixed)], device=scores.device)
         if rule.per_channel:
             k = k[:, None].repeat(1, weight.outputs)
-        self.k = nn.Parameter(k[rule.learned]) if rule.learned else None
+        self.centred = False
+        self._kept = [index for index in rule.learned if index != 1]
+        self.k = nn.Parameter(k[self._kept]) if self._kept else None
+        self.shift = nn.Parameter(k[1].clone()) if 1 in rule.learned else None
         self.register_buffer("constants", k)
         self.register_buffer("packed", None)
 
@@ -237,12 +243,23 @@ class Masked(Transform):
 
     def values(self) -> Tensor:
         """k0..k3, (4,) or (4, channels), constants included."""
-        if self.k is None:
+        if self.k is None and self.shift is None:
             return self.constants
         rows = list(self.constants.unbind())
-        for row, learned in enumerate(self.rule.learned):
-            rows[learned] = self.k[row]
+        if self.k is not None:
+            for row, index in enumerate(self._kept):
+                rows[index] = self.k[row]
+        if self.shift is not None:
+            rows[1] = self.shift - rows[2] / 2 if self.centred else self.shift
         return torch.stack(rows)
+
+    @torch.no_grad()
+    def centre(self, on: bool) -> None:
+        """Learn in centred coordinates, or not. W~ stays what it is."""
+        if self.shift is not None and on != self.centred:
+            half = self.values()[2] / 2
+            self.shift.add_(half if on else -half)
+        self.centred = on
 
     def role(self, parameter: str) -> str:
         return parameter
@@ -273,4 +290,4 @@ class Masked(Transform):
 
     def _hold(self, mask: Tensor, k: Tensor) -> None:
         self.packed, self.constants = mask, k
-        self.scores = self.k = None
+        self.scores = self.k = self.shift = None

@@ -49,7 +49,9 @@ def train(
     seed: Annotated[int | None, typer.Option(min=0, help="Of everything that is random.")] = None,
     rate: Annotated[
         list[str] | None,
-        typer.Option(metavar="[ROLE=]VALUE", help="Learning rate; roles: scores, k, weights, norms, head; repeatable."),
+        typer.Option(
+            metavar="[ROLE=]VALUE", help="Learning rate; roles: scores, k, shift, weights, norms, head; repeatable."
+        ),
     ] = None,
     weight_decay: Annotated[list[str] | None, typer.Option(metavar="[ROLE=]VALUE", help="By role; repeatable.")] = None,
     schedule: Annotated[Schedule | None, typer.Option(help="How rates fall.")] = None,

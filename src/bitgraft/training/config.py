@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 from bitgraft.errors import TrainingError
 
-ROLES = ("scores", "k", "weights", "norms", "head")
+ROLES = ("scores", "k", "shift", "weights", "norms", "head")
 
 
 @dataclass(frozen=True)
 class Config:
-    """Rates and optimisers go by role: R (`scores`), `k`, `norms`, `head`, and `weights` for the rest."""
+    """Rates and optimisers go by role: R (`scores`), `k`, k1 (`shift`), `norms`, `head`, and `weights` for the rest."""
 
     epochs: int = 30
     batch: int = 32
@@ -32,6 +32,11 @@ class Config:
     """Epochs over which rates rise from zero."""
     label_smoothing: float = 0.0
     class_weights: Literal["balanced"] | tuple[float, ...] | None = None
+    centred: bool = False
+    """Learn k1 as what it adds to the mean of k2 M: the same W~ in coordinates that a short run gets on with."""
+    statistics: Literal["batch", "kept"] = "batch"
+    """What a task's own norm layers normalise by in training: the batch, or running statistics that stay as they are
+    (small images and batches make for poor statistics)."""
     head_start: bool = False
     """Settle the task's norm statistics on the data and fit its head on cached features, before anything learns."""
     patience: int | None = None
@@ -80,10 +85,14 @@ IMAGENET_TO_SKETCH = Config(size=224, crop="random-resized")
 DECATHLON = Config(epochs=60, drop_after=45, size=64, resize=72)
 QUICK = Config(
     epochs=12,
-    rates={"scores": 1e-4, "k": 3e-3, "weights": 1e-3, "norms": 1e-3, "head": 1e-3},
+    rates={"scores": 1e-4, "k": 1e-3, "shift": 3e-5, "weights": 1e-4, "norms": 1e-3, "head": 1e-3},
     optimizers=dict.fromkeys(ROLES, "adam"),
+    eps=1e-12,
     schedule="cosine",
     drop_after=None,
+    warmup=1.0,
+    centred=True,
+    statistics="kept",
     head_start=True,
 )
 PRESETS = {"quick": QUICK, "imagenet-to-sketch": IMAGENET_TO_SKETCH, "decathlon": DECATHLON}

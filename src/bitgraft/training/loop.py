@@ -90,6 +90,9 @@ class _Run:
         self.net, self.names, self.config, self.accelerator, self.path = net, names, config, accelerator, path
         self.tasks = {name: _trainable(net, name) for name in names}
         self.phases = registry.get(self.tasks[names[0]].card.method).phases
+        for task in self.tasks.values():
+            task.holds_statistics = config.statistics == "kept"
+            task.centre(config.centred)
         net.to(accelerator.device)
         self.learner = accelerator.prepare(Learner(net, names))
         self.objective = Objective(
@@ -155,15 +158,13 @@ class _Run:
             for optimizer, held in zip(self.optimizers, state.optimizers, strict=True):
                 optimizer.load_state_dict(held)
         epochs = phase.epochs if phase.epochs is not None else self.config.epochs
-        while self.at.epoch < epochs:
+        while self.at.epoch < epochs and not self._out_of_patience():
             self._run_epoch(phase, epochs)
             record = self._record(epochs)
             for observer in self.observers:
                 observer.epoch(record)
             self.at = Position(self.at.phase, self.at.epoch + 1, 0, self.at.epochs_done + 1)
             self._save()
-            if self._out_of_patience():
-                return
 
     def _run_epoch(self, phase: registry.Phase, epochs: int) -> None:
         turns = self._turns()
@@ -264,6 +265,7 @@ class _Run:
             for name, task in self.tasks.items():
                 task.load_state_dict(self.best_state[name])
         for task in self.tasks.values():
+            task.holds_statistics = False
             task.eval()
             task.metrics = {"last": self.result.history[-1], "best": self.result.best, "kept": self.config.keep}
         for observer in self.observers:
