@@ -8,7 +8,7 @@ import typer
 TRY = """\b
 Try:
   bitgraft demo
-  bitgraft demo --folder /tmp/demo"""
+  bitgraft demo --folder my-demo"""
 
 
 def demo(
