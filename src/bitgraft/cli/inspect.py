@@ -1,5 +1,6 @@
 """`bitgraft inspect`: what is in a task file."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -56,7 +57,7 @@ def _facts(found: "Inspection") -> list[tuple[str, str]]:
         ("head", HEADS[card.head]),
         ("classes", _classes(card.classes)),
         ("preprocessing", _pairs(card.preprocessing)),
-        ("metrics", _pairs(metrics)),
+        *_metrics(metrics),
         ("backbone fingerprint", found.archive.backbone),
         ("builds on", ", ".join(card.leans_on)),
         ("size", f"{megabytes(found.size)}: {by_kind}"),
@@ -68,6 +69,13 @@ def _facts(found: "Inspection") -> list[tuple[str, str]]:
             ("share of ones", f"{found.density:.3f}"),
         ]
     return [(name, value) for name, value in facts if value]
+
+
+def _metrics(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A row for each record that training left (last, best, test), and one for what else is there."""
+    records = {name: record for name, record in metrics.items() if isinstance(record, Mapping)}
+    rest = {name: value for name, value in metrics.items() if name not in records and value is not None}
+    return [("metrics", _pairs(rest)), *((f"metrics, {name}", _pairs(record)) for name, record in records.items())]
 
 
 def _layers(found: "Inspection") -> tuple[list[str], list[list[str]]]:
