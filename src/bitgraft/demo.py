@@ -99,12 +99,12 @@ def _show_reload(store: Store, net: Network, console: Console) -> None:
         assert splits.test is not None
         assert task.classes is not None
         images = ImageDataset(splits.test, Preprocessing.from_dict(task.card.preprocessing))
-        batch = torch.stack([images[index][0] for index in range(0, len(images), max(1, len(images) // 6))])
-        truth = [images[index][1] for index in range(0, len(images), max(1, len(images) // 6))]
+        shown = [images[index] for index in range(0, len(images), max(1, len(images) // 6))]
+        batch = torch.stack([image for image, _ in shown])
         with torch.no_grad():
             answers, again = net(batch, task=name), fresh.eval()(batch, task=name)
         same = "bit for bit the same" if torch.equal(answers, again) else "DIFFERENT"
         said = ", ".join(task.classes[i] for i in again.argmax(1).tolist())
-        meant = ", ".join(task.classes[i] for i in truth)
+        meant = ", ".join(task.classes[label] for _, label in shown)
         console.print(f"\n{name}, reloaded from {os.path.relpath(store.path(name))}: {same}")
         console.print(f"  says  {said}\n  truth {meant}")

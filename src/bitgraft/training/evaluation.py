@@ -63,8 +63,7 @@ def evaluate(
 
 def score(net: Network, task: str, data: Any, *, batch: int = 128, workers: int = 0) -> dict[str, float]:
     """Loss and accuracy of a task on a Dataset of (image, label)."""
-    classes = net.tasks[task].classes
-    objective = Objective(None, 0.0, {task: None}, {task: len(classes) if classes is not None else None})
+    objective = Objective([net.tasks[task]])
     accelerator = Accelerator()
     share = Batches(len(data), batch, None, accelerator.process_index, accelerator.num_processes)
     net.to(accelerator.device)

@@ -1,7 +1,7 @@
 """What a process trains: tasks and nothing else, so that only what they learn is reduced between processes."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from bitgraft.errors import TrainingError
 from bitgraft.network import Network
+from bitgraft.task import Task
 from bitgraft.tracing import logits
 
 Loss = Callable[[Any, Any], Tensor]
@@ -30,14 +31,22 @@ class Learner(nn.Module):
 class Objective:
     """Cross entropy with its usual options, or a loss of the user's own; always the sum over a batch."""
 
-    def __init__(
-        self,
-        loss: Loss | None,
-        label_smoothing: float,
-        weights: dict[str, Tensor | None],
-        outputs: Mapping[str, int | None],
+    def __init__(self, tasks: Iterable[Task], loss: Loss | None = None, label_smoothing: float = 0.0) -> None:
+        self.loss, self.label_smoothing = loss, label_smoothing
+        self.outputs = {task.name: len(task.classes) if task.classes is not None else None for task in tasks}
+        self.weights: dict[str, Tensor | None] = dict.fromkeys(self.outputs)
+
+    def weigh(
+        self, task: str, weights: Literal["balanced"] | tuple[float, ...], data: Any, device: torch.device
     ) -> None:
-        self.loss, self.label_smoothing, self.weights, self.outputs = loss, label_smoothing, weights, outputs
+        """Give each class its weight: those stated, or the inverse of how often it comes."""
+        if weights == "balanced":
+            labels, outputs = getattr(data, "labels", None), self.outputs[task]
+            if labels is None or outputs is None:
+                raise TrainingError("class_weights='balanced' needs a data set with a list `labels`: give the weights")
+            self.weights[task] = balanced(torch.as_tensor(labels), outputs).to(device)
+        else:
+            self.weights[task] = torch.tensor(weights, device=device)
 
     def __call__(self, task: str, output: Any, target: Any) -> Tensor:
         if self.loss is not None:
@@ -72,3 +81,15 @@ def balanced(labels: Tensor, classes: int) -> Tensor:
     """Weights inverse to how often a class comes, with mean one over the images."""
     counts = torch.bincount(labels, minlength=classes).clamp(min=1)
     return labels.numel() / (classes * counts.float())
+
+
+def trainable(net: Network, name: str) -> Task:
+    """The task of that name, if there is something in it to learn."""
+    task = net.tasks.get(name)
+    if task is None:
+        raise TrainingError(f"there is no task {name!r} to train: add it first, net.add_task({name!r}, classes=...)")
+    if not any(True for _ in task.roles()):
+        raise TrainingError(
+            f"task {name!r} is frozen (it was loaded from a file, or has been trained): add it anew to train it"
+        )
+    return task

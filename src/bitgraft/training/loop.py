@@ -19,7 +19,7 @@ from bitgraft.training.batches import Batches
 from bitgraft.training.config import QUICK, Config
 from bitgraft.training.evaluation import Loader, evaluate
 from bitgraft.training.headstart import fit_head, settle_statistics
-from bitgraft.training.learner import Learner, Loss, Objective, balanced
+from bitgraft.training.learner import Learner, Loss, Objective, trainable
 from bitgraft.training.observers import Observer
 from bitgraft.training.state import Position, Result, State, load, save
 from bitgraft.training.statistics import synchronised
@@ -68,7 +68,10 @@ def fit(
     run = _Run(net, names, config, accelerator, loss, Path(folder) / "state.pt" if folder is not None else None)
     run.observers, run.stop, run.checkpoint_every = observers, stop, checkpoint_every
     run.load_data(train if len(names) > 1 else {names[0]: train}, val if len(names) > 1 else {names[0]: val}, workers)
-    return run.go(resume)
+    try:
+        return run.go(resume)
+    finally:
+        run.release()
 
 
 class _Run:
@@ -88,19 +91,14 @@ class _Run:
         path: Path | None,
     ) -> None:
         self.net, self.names, self.config, self.accelerator, self.path = net, names, config, accelerator, path
-        self.tasks = {name: _trainable(net, name) for name in names}
+        self.tasks = {name: trainable(net, name) for name in names}
         self.phases = registry.get(self.tasks[names[0]].card.method).phases
         for task in self.tasks.values():
             task.holds_statistics = config.statistics == "kept"
             task.centre(config.centred)
         net.to(accelerator.device)
         self.learner = accelerator.prepare(Learner(net, names))
-        self.objective = Objective(
-            loss,
-            config.label_smoothing,
-            dict.fromkeys(names),
-            {name: len(t.classes) if t.classes is not None else None for name, t in self.tasks.items()},
-        )
+        self.objective = Objective(self.tasks.values(), loss, config.label_smoothing)
         self.at, self.result = Position(), Result()
         self.best_state: dict[str, dict[str, Tensor]] | None = None
         self.sums = torch.zeros(3, device=accelerator.device)  # loss, right answers, images of this epoch
@@ -118,24 +116,16 @@ class _Run:
             for name, data in (val or {}).items()
             if data is not None
         }
-        for name, data in train.items():
-            labels = getattr(data, "labels", None)
-            outputs = self.objective.outputs[name]
-            if config.class_weights == "balanced":
-                if labels is None or outputs is None:
-                    raise TrainingError(
-                        "class_weights='balanced' needs a data set with a list `labels`: give the weights"
-                    )
-                self.objective.weights[name] = balanced(torch.as_tensor(labels), outputs).to(self.accelerator.device)
-            elif config.class_weights is not None:
-                self.objective.weights[name] = torch.tensor(config.class_weights, device=self.accelerator.device)
+        if config.class_weights is not None:
+            for name, data in train.items():
+                self.objective.weigh(name, config.class_weights, data, self.accelerator.device)
 
     def go(self, resume: bool) -> Result:
         state = self._resume() if resume else None
         if state is None and self.config.head_start:
             for name, loader in self.train.items():
                 with self._over_processes():
-                    settle_statistics(self.net, name, loader.from_step(0, 0), self.accelerator.device)
+                    settle_statistics(self.net, name, loader, self.accelerator.device)
                 fit_head(self.net, name, loader.plain(), self.accelerator.device)
         for observer in self.observers:
             observer.begin(self.names, self._epochs(), len(self._turns()), self.at.epochs_done)
@@ -160,7 +150,7 @@ class _Run:
         epochs = phase.epochs if phase.epochs is not None else self.config.epochs
         while self.at.epoch < epochs and not self._out_of_patience():
             self._run_epoch(phase, epochs)
-            record = self._record(epochs)
+            record = self._record()
             for observer in self.observers:
                 observer.epoch(record)
             self.at = Position(self.at.phase, self.at.epoch + 1, 0, self.at.epochs_done + 1)
@@ -231,7 +221,7 @@ class _Run:
                 f"{self.at.step}: lower the rates ({dict(self.config.rates)}). {kept}".strip()
             )
 
-    def _record(self, epochs: int) -> dict[str, Any]:
+    def _record(self) -> dict[str, Any]:
         sums = self.accelerator.reduce(self.sums, "sum").tolist()
         record: dict[str, Any] = {
             "epoch": self.at.epochs_done + 1,
@@ -250,7 +240,7 @@ class _Run:
                 record["by_task"] = scores
         self.result.history.append(record)
         is_last_phase = self.at.phase == len(self.phases) - 1  # an epoch before pruning is not one to keep
-        if self.val and is_last_phase and (self.result.best is None or _better(record, self.result.best)):
+        if self.val and is_last_phase and self.result.is_better(record):
             self.result.best = record
             self.best_state = {name: _copy(task.state_dict()) for name, task in self.tasks.items()}
         return record
@@ -265,11 +255,15 @@ class _Run:
             for name, task in self.tasks.items():
                 task.load_state_dict(self.best_state[name])
         for task in self.tasks.values():
-            task.holds_statistics = False
             task.eval()
             task.metrics = {"last": self.result.history[-1], "best": self.result.best, "kept": self.config.keep}
         for observer in self.observers:
             observer.end()
+
+    def release(self) -> None:
+        """Leave tasks to normalise as they would without us, however the run ended."""
+        for task in self.tasks.values():
+            task.holds_statistics = False
 
     def _epochs(self) -> int:
         return sum(p.epochs if p.epochs is not None else self.config.epochs for p in self.phases)
@@ -296,22 +290,6 @@ class _Run:
             task.load_state_dict(state.tasks[name])
         self.sums.copy_(state.sums)
         return state
-
-
-def _trainable(net: Network, name: str) -> Any:
-    task = net.tasks.get(name)
-    if task is None:
-        raise TrainingError(f"there is no task {name!r} to train: add it first, net.add_task({name!r}, classes=...)")
-    if not any(True for _ in task.roles()):
-        raise TrainingError(
-            f"task {name!r} is frozen (it was loaded from a file, or has been trained): add it anew to train it"
-        )
-    return task
-
-
-def _better(record: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    mine, theirs = ((r["val_accuracy"], -r["val_loss"]) for r in (record, other))
-    return bool(mine > theirs)
 
 
 def _copy(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Where a run is and what it has come to, in memory and on disk, so that a killed one goes on as before."""
 
 import io
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,13 @@ class Result:
     """One record for each epoch."""
     best: dict[str, Any] | None = None
     """The record of the best epoch on validation."""
+
+    def is_better(self, record: Mapping[str, Any]) -> bool:
+        """Whether a record beats the best one so far, by accuracy and then by loss."""
+        if self.best is None:
+            return True
+        mine, theirs = ((r["val_accuracy"], -r["val_loss"]) for r in (record, self.best))
+        return bool(mine > theirs)
 
 
 @dataclass
