@@ -1,0 +1,1 @@
+"""Records of runs to tables and figures, in the form of the paper."""

@@ -1,0 +1,264 @@
+"""The Visual Decathlon's score, and submissions to it."""
+
+import json
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from bitgraft.errors import DataError
+
+PERFECT = 1000.0
+NUMBERS = (
+    "aircraft",
+    "cifar100",
+    "daimlerpedcls",
+    "dtd",
+    "gtsrb",
+    "imagenet12",
+    "omniglot",
+    "svhn",
+    "ucf101",
+    "vgg-flowers",
+)
+"""The challenge numbers its domains from 1 in this order; an image's id is 10 million times that, and something."""
+BLOCK = 10_000_000
+NOWHERE = "of no domain"
+
+
+def decathlon_score(error: float, baseline: float) -> float:
+    """S of one domain, α · max(0, Emax - E)² with Emax = 2 · baseline and α = 1000 / Emax²; both errors in per cent."""
+    worst = 2 * baseline
+    return PERFECT * worst**-2 * max(0.0, worst - error) ** 2
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """Errors, in per cent, of networks fine-tuned on each domain alone."""
+
+    errors: Mapping[str, float]
+    source: str
+
+    def error(self, domain: str) -> float:
+        if domain not in self.errors:
+            known = ", ".join(self.errors)
+            raise DataError(f"there is no baseline error for {domain} in {self.source}, only for {known}; add it")
+        return self.errors[domain]
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The right answers of one domain."""
+
+    domain: str
+    answers: Mapping[int, int]
+    """The category of each image, by their ids."""
+    categories: frozenset[int]
+
+
+@dataclass(frozen=True)
+class DomainScore:
+    domain: str
+    images: int
+    correct: int
+    baseline: float
+    """Error, in per cent."""
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.images
+
+    @property
+    def score(self) -> float:
+        return decathlon_score(100 * (self.images - self.correct) / self.images, self.baseline)
+
+
+@dataclass(frozen=True)
+class Score:
+    domains: tuple[DomainScore, ...]
+
+    @property
+    def total(self) -> float:
+        return sum(one.score for one in self.domains)
+
+    @property
+    def accuracy(self) -> float:
+        """Mean over the domains."""
+        return sum(one.accuracy for one in self.domains) / len(self.domains)
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """Domains of the challenge that were not scored."""
+        return tuple(name for name in domain_titles() if name not in {one.domain for one in self.domains})
+
+
+@cache
+def _challenge() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("decathlon.toml").read_text(encoding="utf-8"))
+
+
+def challenge_baselines() -> Baselines:
+    return Baselines(_challenge()["errors"], "the challenge's baselines")
+
+
+def domain_titles() -> dict[str, str]:
+    """The ten domains in the order of the paper's tables, and what they are called there."""
+    return dict(_challenge()["titles"])
+
+
+def read_baselines(file: Path) -> Baselines:
+    """A TOML file with a table `errors`: the error of each domain in per cent."""
+    try:
+        errors = tomllib.loads(file.read_text(encoding="utf-8"))["errors"]
+        checked = {str(domain): _percentage(error) for domain, error in errors.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise DataError(
+            f"cannot read baseline errors in {file}: {_why(problem)}; "
+            "it takes a table [errors] with a line such as gtsrb = 2.47 for each domain, in per cent"
+        ) from problem
+    return Baselines(checked, str(file))
+
+
+def read_labels(folder: Path) -> list[Labels]:
+    """Every `<domain>_test.json` in a folder of annotations, in the order of the paper's tables."""
+    suffix = "_test.json"
+    found = {file.name.removesuffix(suffix): file for file in sorted(folder.glob(f"*{suffix}"))}
+    if not found:
+        raise DataError(
+            f"there are no test labels in {folder}: no file called <domain>{suffix}, as the devkit calls them"
+        )
+    order = [*(name for name in domain_titles() if name in found), *(n for n in found if n not in domain_titles())]
+    labels = [_read_labels(found[name], name) for name in order]
+    _check_apart(labels)
+    return labels
+
+
+def read_submission(file: Path) -> list[tuple[int, int]]:
+    """The challenge's format: one flat list of {"image_id", "category_id"}."""
+    entries = _read_json(file, "the submission")
+    if not isinstance(entries, list):
+        raise DataError(f'{file} is no submission: it takes one list of {{"image_id": ..., "category_id": ...}}')
+    pairs = []
+    for place, entry in enumerate(entries):
+        image, category = (entry.get("image_id"), entry.get("category_id")) if isinstance(entry, dict) else (None, None)
+        if type(image) is not int or type(category) is not int:  # true is an int to isinstance
+            shown = json.dumps(entry)[:80]
+            raise DataError(f"{file}: entry {place} has no whole numbers image_id and category_id: {shown}")
+        pairs.append((image, category))
+    return pairs
+
+
+def score_submission(
+    pairs: Sequence[tuple[int, int]], labels: Sequence[Labels], baselines: Baselines | None = None
+) -> Score:
+    """Score answers (image, category), one for each image of each domain; others are refused."""
+    _check_images(pairs, labels)
+    baselines, given = baselines or challenge_baselines(), dict(pairs)
+    _check_categories(given, labels)
+    return Score(
+        tuple(
+            DomainScore(
+                domain=one.domain,
+                images=len(one.answers),
+                correct=sum(given[image] == category for image, category in one.answers.items()),
+                baseline=baselines.error(one.domain),
+            )
+            for one in labels
+        )
+    )
+
+
+def _check_images(pairs: Sequence[tuple[int, int]], labels: Sequence[Labels]) -> None:
+    homes = {image: one.domain for one in labels for image in one.answers}
+    times = Counter(image for image, _ in pairs)
+    faults = {
+        "answered more than once": [image for image, count in times.items() if count > 1],
+        "missing": [image for image in homes if image not in times],
+        "unknown": [image for image in times if image not in homes],
+    }
+    told = [
+        f"{_count(ids)} {fault} ({_by_domain((homes.get(image) or _range(image), image) for image in ids)})"
+        for fault, ids in faults.items()
+        if ids
+    ]
+    if told:
+        raise DataError(f"the submission must answer each test image once, but {'; '.join(told)}")
+
+
+def _check_categories(given: Mapping[int, int], labels: Sequence[Labels]) -> None:
+    strange = [(one.domain, image) for one in labels for image in one.answers if given[image] not in one.categories]
+    if strange:
+        verb = "answers have" if len(strange) > 1 else "answer has"
+        raise DataError(
+            f"{len(strange)} {verb} a category_id that is not among the domain's categories "
+            f"(by image id: {_by_domain(strange)}); give ids as the annotations list them, not numbers from 0"
+        )
+
+
+def _count(ids: Sequence[int]) -> str:
+    return f"{len(ids)} image ids are" if len(ids) > 1 else "1 image id is"
+
+
+def _by_domain(named: Iterable[tuple[str, int]]) -> str:
+    """How many in each domain, and the first three of them."""
+    groups: dict[str, list[int]] = {}
+    for domain, image in named:
+        groups.setdefault(domain, []).append(image)
+    return "; ".join(
+        f"{domain} {len(ids)}: {', '.join(map(str, ids[:3]))}{', ...' if len(ids) > 3 else ''}"
+        for domain, ids in groups.items()
+    )
+
+
+def _range(image: int) -> str:
+    """The domain that an id would belong to, by the challenge's numbering."""
+    number = image // BLOCK
+    return NUMBERS[number - 1] if 1 <= number <= len(NUMBERS) else NOWHERE
+
+
+def _read_labels(file: Path, domain: str) -> Labels:
+    content = _read_json(file, "the annotations")
+    try:
+        images = [int(image["id"]) for image in content["images"]]
+        answers = {int(a["image_id"]): int(a["category_id"]) for a in content.get("annotations", ())}
+        categories = frozenset(int(category["id"]) for category in content["categories"])
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise DataError(f"cannot read the annotations in {file}: {_why(problem)}") from problem
+    if not images or set(images) != set(answers):
+        bare = len(set(images) - set(answers))
+        raise DataError(f"{file} has no label for {bare} of its {len(images)} images; a stripped file cannot be scored")
+    if strange := set(answers.values()) - categories:
+        raise DataError(f"{file}: {len(strange)} labels are not among its categories, first {min(strange)}")
+    return Labels(domain, answers, categories)
+
+
+def _check_apart(labels: Sequence[Labels]) -> None:
+    homes: dict[int, str] = {}
+    for one in labels:
+        for image in one.answers:
+            if homes.setdefault(image, one.domain) != one.domain:
+                raise DataError(f"image id {image} is in the annotations of both {homes[image]} and {one.domain}")
+
+
+def _read_json(file: Path, what: str) -> Any:
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as problem:
+        raise DataError(f"cannot read {what} {file}: {_why(problem)}") from problem
+
+
+def _percentage(error: Any) -> float:
+    if isinstance(error, bool) or not isinstance(error, int | float) or not 0 < error <= 100:
+        raise ValueError(f"{error!r} is no error between 0 and 100 per cent")
+    return float(error)
+
+
+def _why(problem: Exception) -> str:
+    if isinstance(problem, OSError) and problem.strerror:
+        return problem.strerror
+    if isinstance(problem, KeyError):
+        return f"{problem} is missing"
+    return str(problem)
