@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Subset
 
-from bitgraft.data import cache, dataset
+from bitgraft.data import cache, dataset, preprocessing
 from bitgraft.data.cache import PixelCache, room
 from bitgraft.data.dataset import ImageDataset
 from bitgraft.data.images import Images
@@ -97,6 +97,20 @@ def test_evaluation_is_evaluation_tensor(images):
     for _ in range(2):  # decoded, then from the cache
         for i, path in enumerate(images.files):
             assert torch.equal(data[i][0], evaluation_tensor(path, SMALL))
+
+
+@pytest.mark.parametrize(("augmentation", "reads"), [(Augmentation(), 1), (RESIZED, 2)], ids=["random", "resized"])
+def test_without_augmentation_images_are_as_evaluated_and_decoded_once(images, augmentation, reads, monkeypatch):
+    read = []
+    for module in (dataset, preprocessing):
+        true = module.load
+        monkeypatch.setattr(module, "load", lambda path, true=true, **how: read.append(path) or true(path, **how))
+    data = ImageDataset(images, SMALL, augmentation)
+    before = data[3][0]
+    plain = data.without_augmentation()
+    assert torch.equal(plain[3][0], evaluation_tensor(images.files[3], SMALL))
+    assert len(read) == reads + 1  # the one more is the line above
+    assert torch.equal(data[3][0], before)
 
 
 def test_training_without_chance_is_evaluation(images):

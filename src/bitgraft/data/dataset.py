@@ -1,5 +1,6 @@
 """The images of one split as tensors, for torch's DataLoader."""
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,8 +54,8 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         self._crop = "none" if augmentation is None else augmentation.crop
         self._cache: PixelCache | None = None
         if self._crop != "random-resized":
-            kept = preprocessing.frame if self._crop == "random" else preprocessing.size
-            self._cache = PixelCache(len(self.images), (preprocessing.channels, *kept), cache_bytes)
+            frame = (preprocessing.channels, *preprocessing.frame)
+            self._cache = PixelCache(len(self.images), frame, cache_bytes)
 
     @property
     def labels(self) -> tuple[int, ...]:
@@ -69,8 +70,12 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         self._epoch.fill_(epoch)
 
     def without_augmentation(self) -> "ImageDataset":
-        """The same images as they are evaluated."""
-        return ImageDataset(self.images, self.preprocessing)
+        """The same images as they are evaluated; none is decoded again."""
+        if self._cache is None:
+            return ImageDataset(self.images, self.preprocessing)
+        plain = copy.copy(self)
+        plain.augmentation, plain._crop = None, "none"
+        return plain
 
     def __len__(self) -> int:
         return len(self.images)
@@ -99,20 +104,20 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         if self._crop == "random-resized":
             pixels = self._part(index, rolls[1:])
         else:
-            pixels = self._kept(index)
+            pixels = self._frame(index)
             if self._crop == "random":
                 pixels = _window(pixels, self.preprocessing.size, rolls[1:])
+            else:
+                pixels = central(pixels, self.preprocessing)
         flip = self.augmentation is not None and self.augmentation.flip and rolls[0] < 0.5
         return pixels[:, :, ::-1] if flip else pixels
 
-    def _kept(self, index: int) -> Pixels:
+    def _frame(self, index: int) -> Pixels:
         """The image at the size that is the same every time."""
         assert self._cache is not None
         if index in self._cache:
             return self._cache[index]
         pixels = framed(self.images.source[index], self.preprocessing, self._name(index))
-        if self._crop == "none":
-            pixels = central(pixels, self.preprocessing)
         self._cache[index] = pixels
         return pixels
 

@@ -1,6 +1,6 @@
 """Data as the loop takes it, and how well a task does on some."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from bitgraft.network import Network
 from bitgraft.training.batches import Batches
 from bitgraft.training.learner import Objective
+from bitgraft.training.placing import placed
 
 
 class Loader:
@@ -50,7 +51,7 @@ def evaluate(
         if not len(images):
             continue
         objective.check(task, targets, "the validation data")
-        images, targets = images.to(accelerator.device), targets.to(accelerator.device)
+        images, targets = placed(images, accelerator.device), targets.to(accelerator.device)
         with accelerator.autocast():
             output = net(images, task=task)
         loss = objective(task, output, targets)
@@ -59,6 +60,17 @@ def evaluate(
     held.train(was_training)
     loss_sum, right_sum, count = accelerator.reduce(sums, "sum").tolist()
     return {"loss": loss_sum / count, "accuracy": right_sum / count}
+
+
+def validate(
+    net: Network, loaders: Mapping[str, Loader], objective: Objective, accelerator: Accelerator
+) -> dict[str, Any]:
+    """What a record says of validation: the mean over the tasks that have such data, and each by itself if several."""
+    scores = {name: evaluate(net, name, loader, objective, accelerator) for name, loader in loaders.items()}
+    if not scores:
+        return {}
+    mean = {f"val_{what}": sum(s[what] for s in scores.values()) / len(scores) for what in ("loss", "accuracy")}
+    return mean if len(scores) == 1 else {**mean, "by_task": scores}
 
 
 def score(net: Network, task: str, data: Any, *, batch: int = 128, workers: int = 0) -> dict[str, float]:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from bitgraft.graft import Graft
 from bitgraft.network import Network
+from bitgraft.training.placing import placed
 
 Batch = tuple[Tensor, Tensor]
 STEPS = 300
@@ -33,7 +34,7 @@ def settle_statistics(net: Network, name: str, batches: Iterable[Batch], device:
         layer.momentum = None
         layer.num_batches_tracked.zero_()
     for images, _ in batches:
-        graft(images.to(device))
+        graft(placed(images, device))
 
 
 def fit_head(net: Network, name: str, batches: Iterable[Batch], device: torch.device) -> bool:
@@ -70,7 +71,7 @@ def _features(net: Network, name: str, batches: Iterable[Batch], device: torch.d
     hook = head.register_forward_pre_hook(lambda layer, args: taken.append(args[0]))
     try:
         for images, targets in batches:
-            graft(images.to(device))
+            graft(placed(images, device))
             labels.append(targets.to(device))
     finally:
         hook.remove()
