@@ -1,0 +1,62 @@
+"""The tables that the paper prints."""
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    row: str
+    title: str
+    values: Mapping[str, float]
+    """By data set: accuracy in per cent, or S."""
+    params: str | None = None
+    whole: float | None = None
+    """The printed mean or total over all data sets."""
+    k: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PublishedTable:
+    form: str
+    """accuracy, decathlon, scores or ablation."""
+    backbone: str
+    caption: str
+    datasets: tuple[str, ...]
+    rows: tuple[PublishedRow, ...]
+
+
+@cache
+def published_tables() -> tuple[PublishedTable, ...]:
+    """Every table of the paper, in its order."""
+    text = Path(__file__).with_name("published.toml").read_text(encoding="utf-8")
+    return tuple(
+        PublishedTable(
+            form=table["form"],
+            backbone=table["backbone"],
+            caption=table["caption"],
+            datasets=tuple(table["datasets"]),
+            rows=tuple(
+                PublishedRow(
+                    row=row["row"],
+                    title=row["title"],
+                    values=dict(zip(table["datasets"], row["values"], strict=True)),
+                    params=row.get("params"),
+                    whole=row.get("all"),
+                    k=tuple(row.get("k", ())),
+                )
+                for row in table["rows"]
+            ),
+        )
+        for table in tomllib.loads(text)["table"]
+    )
+
+
+def published_table(form: str, backbone: str, datasets: Iterable[str]) -> PublishedTable | None:
+    """The paper's table of this form that shares a data set with ours, of the same backbone if there is one."""
+    ours = set(datasets)
+    fitting = [table for table in published_tables() if table.form == form and ours & set(table.datasets)]
+    return next((table for table in fitting if table.backbone == backbone), fitting[0] if fitting else None)
