@@ -12,7 +12,7 @@ from bitgraft.errors import BackboneError
 from bitgraft.loading import read_backbone
 
 METHODS = ["classifier", "finetune", "full", "simple", "piggyback", "piggyback-bn", "dan", "lora"]
-ADAPTERS = ["adapters-series", "adapters-parallel"]
+ADAPTERS = ["adapters-series", "adapters-joint", "adapters-parallel"]
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,7 @@ def test_packnet_takes_three_bits_for_all_tasks_together(rows: dict[tuple[str, s
     [
         ("wrn-28-4", "dan", 2.17, 2.20),
         ("resnet26", "adapters-series", 2, 2.09),
+        ("resnet26", "adapters-joint", 2, 2.09),
         ("resnet26", "adapters-parallel", 2, 2.01),
     ],
 )

@@ -118,7 +118,7 @@ def test_a_shaken_task_is_no_longer_the_backbone_and_all_that_is_learned_gets_a_
         assert parameter.grad is not None, (role, parameter.shape)
         assert parameter.grad.isfinite().all()
     changed = [name for name in task.transforms if not torch.equal(task.tensors()[name], net.anatomy.tensor(name))]
-    assert changed or method in ("classifier", "finetune", "adapters-series")
+    assert changed or method in ("classifier", "finetune", "adapters-series", "adapters-joint")
 
 
 WEIGHTS = {
@@ -141,6 +141,7 @@ EXPECTED = {
     "lora": 32 * sum(min(8, o, i) * (o + i) for o, i in WEIGHTS.values()),
     "adapters-parallel": 32 * (8 * 3 + 8 * 1 + 6 * 2 + NORM_PARAMETERS + STATISTICS),
     "adapters-series": 32 * (sum(c * c + 4 * c for c in (8, 8, 4)) + NORM_PARAMETERS + STATISTICS),
+    "adapters-joint": 32 * (sum(c * c + 4 * c for c in (8, 8, 4)) + NORM_PARAMETERS + STATISTICS),
     # the first task owns the half of every layer that was pruned, and stores two masks
     "packnet": 2 * ENTRIES + 32 * sum(o * i - round(o * i * 0.5) for o, i in WEIGHTS.values()),
 }
@@ -184,6 +185,7 @@ ROLES = {
     "simple": {"scores", "k", "shift", "norms", "head"},
     "full": {"scores", "k", "shift", "norms", "head"},
     "adapters-series": {"weights", "norms", "head"},
+    "adapters-joint": {"weights", "norms", "head"},
     "adapters-parallel": {"weights", "norms", "head"},
     "dan": {"weights", "norms", "head"},
     "lora": {"weights", "head"},

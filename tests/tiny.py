@@ -14,6 +14,7 @@ METHODS = [
     "finetune",
     "adapters-parallel",
     "adapters-series",
+    "adapters-joint",
     "lora",
     "dan",
     "full",

@@ -75,7 +75,7 @@ PAPER = (
         10,
         {"classifier": "1", "piggyback": "1.28", "simple": "1.29", "full": "1.29", "dan": "2.17", "finetune": "10"},
     ),
-    Printed("resnet26", 10, {"adapters-series": "2", "adapters-parallel": "2"}),
+    Printed("resnet26", 10, {"adapters-series": "2", "adapters-joint": "2", "adapters-parallel": "2"}),
 )
 """Its ImageNet-to-Sketch and decathlon tables; the authors of residual adapters count theirs on their own network."""
 

@@ -1,5 +1,6 @@
 """One backbone and its tasks."""
 
+import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from bitgraft.graft import Graft
 from bitgraft.methods import registry
 from bitgraft.task import Card, Task, check_name, dotless, dotted
 from bitgraft.tracing import logits
+from bitgraft.weights import write_weights
 
 
 class Network(nn.Module):
@@ -36,6 +38,7 @@ class Network(nn.Module):
     def __init__(self, backbone: nn.Module, *, original: str = "original", active: int = 8, **reading: Any) -> None:
         super().__init__()
         self.anatomy = read_anatomy(backbone, **reading)
+        self._reading = reading
         self.backbone = backbone
         self.original = check_name(original)
         if active < 1:
@@ -43,6 +46,7 @@ class Network(nn.Module):
         self.active = active
         self._tasks = nn.ModuleDict()
         self._original = Task(Card(original, "classifier", {}, "keep"), self.anatomy, {}, {}, None)
+        self.joint = False  # the weights that tasks share may learn: of a `joint_copy`, until it is trained
         self._fingerprint: str | None = None
         self._grafts: OrderedDict[tuple[str, int], Graft] = OrderedDict()
         self._pinned: dict[str, Graft] = {}
@@ -58,9 +62,24 @@ class Network(nn.Module):
     @property
     def fingerprint(self) -> str:
         """What a task file knows its backbone by: a hash over everything but the head."""
+        if self.joint:
+            return self.anatomy.fingerprint()  # as it is now: it may learn further
         if self._fingerprint is None:
             self._fingerprint = self.anatomy.fingerprint()
         return self._fingerprint
+
+    def joint_copy(self) -> "Network":
+        """A network with a backbone of its own and no tasks yet, for methods that train what tasks share.
+
+        Training them jointly makes it another backbone, with another fingerprint; this network stays as it is.
+        """
+        copied = Network(copy.deepcopy(self.backbone), original=self.original, active=self.active, **self._reading)
+        copied.joint = True
+        return copied.train(self.training)
+
+    def save_backbone(self, path: str | Path) -> None:
+        """Write the backbone's weights to one safetensors file, as `bitgraft train --weights` takes it."""
+        write_weights(self.backbone, path)
 
     @torch.inference_mode(False)
     def add_task(

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -50,6 +50,7 @@ class Task(nn.Module):
         self.holds_statistics = False  # norm layers normalise by running statistics in training, too, and leave them
         self.revision = 0  # counts the times that tensors were exchanged for others, not merely written to
         self.lessons = 0  # counts the times that it ran to learn, after which an optimiser may have written to it
+        self.shared: frozenset[str] = frozenset()  # tensors of the backbone that learn along with it (joint training)
         self._learned: tuple[int, list[nn.Parameter]] = (-1, [])
         self._transforms = nn.ModuleDict({dotless(name): transform for name, transform in transforms.items()})
         self._owned = nn.Module()
@@ -79,10 +80,11 @@ class Task(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         """The replacement tensors, by the backbone's own names, in the backbone's dtypes."""
-        replaced = {}
+        replaced = {name: self.anatomy.tensor(name) for name in self.shared}
         with self._own_precision():
             for name, transform in self.transforms.items():
-                replaced[name] = transform(self.anatomy.tensor(name).detach())
+                weight = self.anatomy.tensor(name)
+                replaced[name] = transform(weight if name in self.shared else weight.detach())
         for name, tensor in self.owned.items():
             replaced[name] = tensor.to(self.anatomy.tensor(name).dtype)
         return replaced
@@ -133,6 +135,11 @@ class Task(nn.Module):
         for transform in self.transforms.values():
             if isinstance(transform, Masked):
                 transform.centre(on)
+
+    def share(self, names: Iterable[str]) -> None:
+        """Let gradients reach these tensors of the backbone, and no others."""
+        self.shared = frozenset(names)
+        self.revision += 1
 
     def freeze(self) -> "Task":
         """End of learning: masks become bits, nothing asks for a gradient. Outputs stay the same to the last bit."""

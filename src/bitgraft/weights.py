@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bitgraft.errors import BackboneError
+from bitgraft.files import write_atomically
 
 PACKAGE = "package:"
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
@@ -89,6 +90,12 @@ def fit(state: Mapping[str, Tensor], model: nn.Module, source: str) -> None:
     with torch.no_grad():
         for name, tensor in state.items():
             expected[name].copy_(tensor)
+
+
+def write_weights(model: nn.Module, path: str | Path) -> None:
+    """Write a network's weights to a safetensors file that `read_weights` takes, whole or not at all."""
+    state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
+    write_atomically(Path(path), safetensors.torch.save(state))
 
 
 def _listed(what: str, names: list[str]) -> str:

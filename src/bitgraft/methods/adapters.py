@@ -128,6 +128,16 @@ ADAPTERS_SERIES = register_method(
         build=series,
     )
 )
+ADAPTERS_JOINT = register_method(
+    Method(
+        name="adapters-joint",
+        summary="series adapters, and the weights that tasks share learn along: tasks in turns, on a new backbone",
+        equation="y~ = y + A·BN(y), y = W * x, W learned by all tasks",
+        options=Options(),
+        build=series,
+        joint=True,
+    )
+)
 LORA = register_method(
     Method(
         name="lora",

@@ -63,6 +63,8 @@ class Method:
     owns_everything: bool = False
     leans: bool = False
     """Each task stands on the one before it (PackNet)."""
+    joint: bool = False
+    """The weights that tasks share learn along with them, which makes another backbone (`Network.joint_copy`)."""
     phases: tuple[Phase, ...] = (Phase(),)
     check: Callable[[Mapping[str, Transform]], None] | None = None
     """Refuses a set of transforms with which nothing could be learned."""
