@@ -1,7 +1,7 @@
 """The tables that the paper prints."""
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,13 @@ class PublishedRow:
     whole: float | None = None
     """The printed mean or total over all data sets."""
     k: tuple[str, ...] = ()
+
+    def over(self, datasets: Collection[str], combine: Callable[[Iterable[float]], float]) -> float | None:
+        """The mean or total over these data sets; the printed one, if they are all of the table's."""
+        if self.whole is not None and set(datasets) == set(self.values):
+            return self.whole  # it comes from more decimals than the cells
+        values = [self.values[name] for name in datasets if name in self.values]
+        return combine(values) if len(values) == len(datasets) else None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,184 @@
+"""The plots people would draw: what a score costs in parameters, and accuracy by method."""
+
+import io
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from bitgraft.report.results import Results, Stat, accuracy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#666666", "#8c6d31", "#b2182b")
+"""Okabe and Ito's, which people of every colour vision tell apart, and four more for the tenth data set."""
+SIGNS = "osD^vPX<>*"
+DPI = 130
+
+
+@dataclass(frozen=True)
+class Point:
+    title: str
+    params: float
+    value: Stat
+    paper: bool = False
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A row of `by_method`."""
+
+    title: str
+    cells: Mapping[str, Stat]
+    mean: Stat | None
+
+
+def against_parameters(points: Sequence[Point], label: str, title: str) -> bytes:
+    """A point for each method: parameters of all tasks across, score or mean accuracy up."""
+    figure, axes = _figure(7.5, 5, title)
+    for point in points:
+        axes.errorbar(
+            point.params,
+            point.value.mean,
+            yerr=point.value.sd,
+            fmt="s" if point.paper else "o",
+            color=COLOURS[1] if point.paper else COLOURS[0],
+            markerfacecolor="white" if point.paper else None,
+            capsize=3,
+            zorder=3,
+        )
+    low, high = min(p.params for p in points), max(p.params for p in points)
+    axes.set_xscale("log")
+    axes.set_xlim(low / 1.08, max(high, low * 1.2) * 1.6)  # room for the names at the right
+    _plain_ticks(axes)
+    axes.set_xlabel("parameters of all tasks, relative to the backbone")
+    axes.set_ylabel(label)
+    axes.margins(y=0.14)
+    _name_points(figure, axes, points)
+    return _png(figure)
+
+
+def by_method(shown: Sequence[Shown], label: str, title: str) -> bytes:
+    """A line for each method, a sign for each data set, a bar at the mean."""
+    figure, axes = _figure(8, 1.6 + 0.38 * len(shown), title)
+    datasets = list(dict.fromkeys(name for row in shown for name in row.cells))
+    for number, dataset in enumerate(datasets):
+        lift = 0.3 * (number / max(len(datasets) - 1, 1) - 0.5)  # equal values stay apart
+        here = [(place, row.cells[dataset]) for place, row in enumerate(shown) if dataset in row.cells]
+        axes.errorbar(
+            [stat.mean for _, stat in here],
+            [place + lift for place, _ in here],
+            xerr=[stat.sd or 0.0 for _, stat in here],
+            fmt=SIGNS[number % len(SIGNS)],
+            color=COLOURS[number % len(COLOURS)],
+            markersize=5,
+            elinewidth=1,
+            label=dataset,
+        )
+    means = [(place, row.mean.mean) for place, row in enumerate(shown) if row.mean is not None]
+    if means:
+        axes.scatter([m for _, m in means], [p for p, _ in means], marker="|", s=220, color="black", label="mean")
+    axes.set_yticks(range(len(shown)), [row.title for row in shown])
+    axes.set_ylim(len(shown) - 0.5, -0.5)
+    axes.set_xlabel(label)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    return _png(figure)
+
+
+class Box(NamedTuple):
+    """What a name or a sign takes of a figure, in pixels."""
+
+    left: float
+    right: float
+    middle: float
+    height: float
+
+    def meets(self, other: "Box") -> bool:
+        beside = self.left < other.right and other.left < self.right
+        return beside and abs(self.middle - other.middle) < (self.height + other.height) / 2 - 1e-9
+
+
+def apart(names: Sequence[Box], signs: Sequence[Box]) -> list[float]:
+    """Heights near the wanted ones at which no name meets another, or a sign."""
+    placed, heights = list(signs), []
+    for name in names:
+        steps = [(name.height + other.height) / 2 for other in placed]
+        edges = [other.middle + way * step for other, step in zip(placed, steps, strict=True) for way in (1, -1)]
+        free = (
+            box
+            for height in sorted([name.middle, *edges], key=lambda edge: abs(edge - name.middle))
+            if not any((box := name._replace(middle=height)).meets(other) for other in placed)
+        )
+        placed.append(next(free))  # above the highest edge there is always room
+        heights.append(placed[-1].middle)
+    return heights
+
+
+def accuracies(results: Results) -> list[Shown]:
+    """What `by_method` shows; rows without any result left out."""
+    made = []
+    for row, title in results.rows.items():
+        found = {name: results.cell(row, key, accuracy) for key, name in results.datasets.items()}
+        cells = {name: cell for name, cell in found.items() if cell is not None}
+        if cells:
+            made.append(Shown(title, cells, results.whole(row, accuracy, statistics.fmean)))
+    return made
+
+
+def _figure(width: float, height: float, title: str) -> "tuple[Figure, Axes]":
+    from matplotlib.figure import Figure  # not pyplot: no window, nothing global
+
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=DPI)
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _plain_ticks(axes: "Axes") -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    low, high = axes.get_xlim()
+    ticks = [t for t in (1, 1.1, 1.2, 1.5, 2, 3, 4, 6, 10, 20, 50, 100) if low <= t <= high]
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _name_points(figure: "Figure", axes: "Axes", points: Sequence[Point]) -> None:
+    """Names at the right of their points, moved up or down until they can be read."""
+    figure.draw_without_rendering()  # places the axes, so that pixels are known
+    dot, away = DPI / 72, 14.0  # a point of type in pixels; from a sign to its name, in points
+    pixels = [(float(x), float(y)) for x, y in axes.transData.transform([(p.params, p.value.mean) for p in points])]
+    names = [
+        Box(x + away * dot, x + (away + 5.2 * len(point.title)) * dot, y, 11 * dot)
+        for point, (x, y) in zip(points, pixels, strict=True)
+    ]
+    signs = [Box(x - 4 * dot, x + 4 * dot, y, 8 * dot) for x, y in pixels]
+    for point, (_, y), height in zip(points, pixels, apart(names, signs), strict=True):
+        axes.annotate(
+            point.title,
+            (point.params, point.value.mean),
+            xytext=(away, (height - y) / dot),
+            textcoords="offset points",
+            va="center",
+            fontsize=8.5,
+            color=COLOURS[1] if point.paper else "black",
+            arrowprops={
+                "arrowstyle": "-",
+                "color": "#999999",
+                "linewidth": 0.6,
+                "shrinkA": 0,
+                "shrinkB": 3,
+                "relpos": (0, 0.5),
+            },
+        )
+
+
+def _png(figure: "Figure") -> bytes:
+    out = io.BytesIO()
+    figure.savefig(out, format="png", metadata={"Software": ""})
+    return out.getvalue()
