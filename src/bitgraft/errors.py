@@ -8,6 +8,7 @@
     │   └── NoFreeWeightsError PackNet has no weights left for a further task
     ├── TrainingError          training cannot start, or cannot go on
     ├── StoreError             a folder is no store, or of another backbone
+    ├── FigureError            a figure cannot be drawn or written
     ├── DataError              images, labels or splits are missing, unreadable or do not fit together
     └── ArchiveError           a task file is refused
         ├── CorruptError       truncated, changed, or not a task file at all
@@ -54,6 +55,10 @@ class DataError(BitgraftError, ValueError):
 
 
 class StoreError(BitgraftError, ValueError):
+    pass
+
+
+class FigureError(BitgraftError, ValueError):
     pass
 
 

@@ -1,6 +1,7 @@
 """`bitgraft inspect`: what is in a task file."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
 TRY = """\b
 Try:
   bitgraft inspect flowers.safetensors
-  bitgraft inspect flowers.safetensors --json"""
+  bitgraft inspect flowers.safetensors --json
+  bitgraft inspect bitgraft-store/*.safetensors --figure masks.png"""
 
 HEADS = {
     "classes": "a classifier in place of the backbone's",
@@ -25,27 +27,63 @@ HEADS = {
 
 
 def inspect(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A task file. Its backbone is not needed.")],
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Task files. Their backbones are not needed.")],
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    figure: Annotated[
+        str | None, typer.Option(metavar="OUT", help="Draw into this .png, .svg or .pdf in place of showing tables.")
+    ] = None,
 ) -> None:
-    """Show what is in a task file.
+    """Show what is in task files.
 
-    Its method, classes and size, bits per weight, and the share of ones and k of each layer.
+    The method, classes and size of a task, bits per weight, and the share of ones and k of each layer. The figure is
+    the paper's last one: ones by depth of layer, and k1, k2 and k3; several tasks and backbones side by side.
     """
+    if figure is not None:
+        _check(figure)
     from bitgraft.analysis import inspect_file
 
-    found = inspect_file(file)
+    found = [inspect_file(file) for file in files]
+    if figure is not None:
+        _draw(found, files, figure)
     if as_json:
-        show_json(found.plain())
+        plain = [task.plain() for task in found]
+        show_json(plain if len(plain) > 1 else plain[0])
+    elif figure is None:
+        show(*(part for task in found for part in _parts(task)))
     else:
-        _show(found)
+        print(f"wrote {figure}")
 
 
-def _show(found: "Inspection") -> None:
+def _check(figure: str) -> None:
+    from bitgraft.errors import FigureError
+    from bitgraft.figures import check_path
+
+    try:
+        check_path(figure)
+    except FigureError as error:
+        raise typer.BadParameter(str(error), param_hint="--figure") from error
+
+
+def _draw(found: Sequence["Inspection"], files: Sequence[str], figure: str) -> None:
+    from bitgraft.figures import parameter_analysis, save
+
+    save(parameter_analysis(found, _backbones(files)), figure)
+
+
+def _backbones(files: Sequence[str]) -> dict[str, str]:
+    """The names of backbones by fingerprint, as the stores say them that files lie in."""
+    from bitgraft.store import Store
+
+    folders = {Path(file).parent for file in files}
+    stores = [Store(folder) for folder in folders if Store.exists(folder)]
+    return {store.fingerprint: store.backbone.name for store in stores}
+
+
+def _parts(found: "Inspection") -> list[Any]:
     parts: list[Any] = [table(["task", found.archive.card.name], _facts(found))]
     if found.layers:
         parts += [table(*_layers(found)), "Layers are listed in the order in which data reaches them."]
-    show(*parts)
+    return parts
 
 
 def _facts(found: "Inspection") -> list[tuple[str, str]]:
