@@ -12,11 +12,14 @@ Try:
 
 
 def demo(
-    folder: Annotated[str, typer.Option(metavar="DIR", help="Where its store goes; made anew each time.")] = "demo",
+    folder: Annotated[
+        str, typer.Option(metavar="DIR", help="Where its store and report.html go; made anew each time.")
+    ] = "demo",
 ) -> None:
     """Give a pretrained network two tasks, by three methods each, and compare.
 
-    Needs the packages of `pip install 'bitgraft[demo]'`.
+    Takes a few minutes on two cores and ends with a page, report.html. Needs the packages of
+    `pip install 'bitgraft[demo]'`.
     """
     from rich.console import Console
 
