@@ -41,3 +41,5 @@ def report(
     else:
         typer.echo("\n\n".join(map(markdown, written.tables)))
         typer.echo("\nWritten:\n" + "\n".join(f"  {file}" for file in written.files))
+    if not written.drawn:
+        typer.echo("There are no figures, for want of matplotlib: pip install matplotlib", err=True)

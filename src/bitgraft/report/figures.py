@@ -102,18 +102,15 @@ class Box(NamedTuple):
 
 def apart(names: Sequence[Box], signs: Sequence[Box]) -> list[float]:
     """Heights near the wanted ones at which no name meets another, or a sign."""
-    placed, heights = list(signs), []
+    placed = list(signs)
     for name in names:
-        steps = [(name.height + other.height) / 2 for other in placed]
-        edges = [other.middle + way * step for other, step in zip(placed, steps, strict=True) for way in (1, -1)]
-        free = (
-            box
-            for height in sorted([name.middle, *edges], key=lambda edge: abs(edge - name.middle))
-            if not any((box := name._replace(middle=height)).meets(other) for other in placed)
-        )
+        steps = [(other.middle, (name.height + other.height) / 2) for other in placed]
+        edges = [middle + way * step for middle, step in steps for way in (1, -1)]
+        wanted = sorted([name.middle, *edges], key=lambda edge: abs(edge - name.middle))
+        boxes = (name._replace(middle=height) for height in wanted)
+        free = (box for box in boxes if not any(box.meets(other) for other in placed))
         placed.append(next(free))  # above the highest edge there is always room
-        heights.append(placed[-1].middle)
-    return heights
+    return [box.middle for box in placed[len(signs) :]]
 
 
 def accuracies(results: Results) -> list[Shown]:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
@@ -24,6 +25,8 @@ OWN = ("imagenet", "imagenet12")
 class Report:
     tables: tuple[Table, ...]
     files: tuple[Path, ...]
+    drawn: bool
+    """Whether there are figures: without matplotlib there are none."""
 
 
 def write_report(
@@ -31,15 +34,16 @@ def write_report(
 ) -> Report:
     """Read every record below `runs`; write report.md, report.tex, report.html, a CSV for each table, and figures."""
     grids = gather(read_records(runs), read_suites(runs), selected)
+    can_draw = find_spec("matplotlib") is not None
     made: list[Table] = []
     drawn: list[tuple[Path, str, bytes]] = []
     for grid in grids:
         stem = _stem(grid, grids)
         own = [replace(table, name=f"{stem}-{table.name}") for table in tables(grid, published, baseline)]
         made += own
-        drawn += [
-            (out / f"{stem}-{name}.png", caption, png) for name, caption, png in _figures(grid, published, baseline)
-        ]
+        if can_draw:
+            found = _figures(grid, published, baseline)
+            drawn += [(out / f"{stem}-{name}.png", caption, png) for name, caption, png in found]
     title = ", ".join(dict.fromkeys(grid.suite.title or grid.suite.name for grid in grids))
     shown = [(file, caption) for file, caption, _ in drawn]
     texts = {
@@ -53,7 +57,7 @@ def write_report(
         write_atomically(file, text.encode())
     for file, _, png in drawn:
         write_atomically(file, png)
-    return Report(tuple(made), (*texts, *(file for file, _ in shown)))
+    return Report(tuple(made), (*texts, *(file for file, _ in shown)), can_draw)
 
 
 def _stem(grid: Results, grids: list[Results]) -> str:
