@@ -139,7 +139,11 @@ def _plain_ticks(axes: "Axes") -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     low, high = axes.get_xlim()
-    ticks = [t for t in (1, 1.1, 1.2, 1.5, 2, 3, 4, 6, 10, 20, 50, 100) if low <= t <= high]
+    apart_by = (high / low) ** 0.05  # nearer ones would run into each other
+    ticks: list[float] = []
+    for tick in (1, 1.1, 1.2, 1.5, 2, 3, 4, 6, 10, 20, 50, 100):
+        if low <= tick <= high and (not ticks or tick >= ticks[-1] * apart_by):
+            ticks.append(tick)
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -21,12 +21,12 @@ LATEX = {
     "–": "--",
 }
 STYLE = """\
-body { font: 16px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 80rem; padding: 0 1rem; color: #1b1b1b;
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 88rem; padding: 0 1rem; color: #1b1b1b;
   background: #fff }
 h1 { font-size: 1.5rem } figure { margin: 2rem 0 } img { max-width: 100%; height: auto }
 .table { overflow-x: auto; margin: 2rem 0 } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 caption, figcaption { text-align: left; font-weight: 600; padding-bottom: .5rem }
-th, td { padding: .25rem .7rem; text-align: right; white-space: nowrap } th:first-child { text-align: left }
+th, td { padding: .25rem .5rem; text-align: right; white-space: nowrap } th:first-child { text-align: left }
 thead th { border-top: 2px solid; border-bottom: 1px solid } tbody tr:last-child > * { border-bottom: 2px solid }
 tbody th { font-weight: 400 } small, .notes { color: #555; font-size: .85rem }
 .notes { margin: .4rem 0 0; padding-left: 1.2rem }"""
