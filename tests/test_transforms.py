@@ -9,7 +9,8 @@ from torch import nn
 from bitgraft.errors import CorruptError
 from bitgraft.methods import registry
 from bitgraft.methods.masked import MaskOptions
-from bitgraft.transforms import Masked, Transform, Weight, affine, strided_like
+from bitgraft.affine import affine, strided_like
+from bitgraft.transforms import Masked, Transform, Weight
 
 torch.manual_seed(0)
 LAYERS = {

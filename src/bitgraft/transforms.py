@@ -1,14 +1,18 @@
-"""Weight transforms: the paper's equation as a pure function, and the small module that holds its parameters."""
+"""Weight transforms: small modules that hold the parameters of an equation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from bitgraft.affine import Coordinates, LearnedAffine, from_bits
+from bitgraft.affine import MaskRule as MaskRule
+from bitgraft.affine import strided_like as strided_like
+from bitgraft.affine import widened as widened
 from bitgraft.errors import CorruptError
-from bitgraft.masks import Surrogate, pack, packed_size, threshold, through_surrogate, unpack
+from bitgraft.masks import pack, packed_size, threshold, unpack
 
 
 @dataclass(frozen=True)
@@ -113,93 +117,7 @@ def expect(shapes: Mapping[str, tuple[int, ...]], parts: Mapping[str, Tensor]) -
         raise CorruptError(f"a transform's parts should be {dict(shapes)}, the file has {found}; it is not usable")
 
 
-def affine(weight: Tensor, mask: Tensor, k: Tensor) -> Tensor:
-    """Equation (2): W~ = k0 W + k1 1 + k2 M + k3 W∘M, computed as M∘(k3 W + k2) + k0 W + k1.
-
-    `k` has the four coefficients first and broadcasts against the weight after that. Half-precision weights are
-    transformed in float32 and rounded once. On a CPU `torch.where` would take many times as long, since a learned mask
-    is as good as random to its branches; and fresh memory costs more than arithmetic, so all is done in one tensor.
-    """
-    wide = widened(weight)
-    k0, k1, k2, k3 = k.to(wide.dtype).unbind()
-    return (wide * k3).add_(k2).mul_(mask).addcmul_(wide, k0).add_(k1).to(weight.dtype)
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """In float32 at least: what is added to a half-precision weight is rounded once, at the end."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def strided_like(weight: Tensor, tensor: Tensor) -> Tensor:
-    """The tensor in the weight's memory format, since convolutions are faster in the one that the user chose."""
-    if tensor.stride() == weight.stride():
-        return tensor
-    return torch.empty_like(weight, dtype=tensor.dtype).copy_(tensor)
-
-
-@dataclass(frozen=True)
-class MaskRule:
-    """How a mask is read off R, and which k are learned (None) or constant, for one weight."""
-
-    fixed: tuple[float | None, ...]
-    threshold: float
-    surrogate: Surrogate
-    per_channel: bool
-
-    @property
-    def learned(self) -> list[int]:
-        return [i for i, value in enumerate(self.fixed) if value is None]
-
-
 START = (1.0, 0.0, 0.0, 0.0)  # where a learned k begins: W~ = W
-
-
-class _LearnedAffine(torch.autograd.Function):
-    """`affine` with the surrogate gradient to R. Saves references to R, k and W alone: no copy, no mask."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, scores: Tensor, k: Tensor, weight: Tensor, rule: MaskRule, channel: tuple[int, ...]
-    ) -> Tensor:
-        ctx.save_for_backward(scores, k, weight)
-        ctx.rule, ctx.channel = rule, channel
-        return affine(weight, threshold(scores, rule.threshold, scores.dtype), k.view(4, *channel))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        scores, k, weight = ctx.saved_tensors
-        rule, channel = ctx.rule, ctx.channel
-        grad, grad_scores, grad_k = widened(grad), None, None
-        if ctx.needs_input_grad[1]:
-            sums = _grad_k(grad, weight, threshold(scores, rule.threshold, grad.dtype), rule.learned, channel)
-            grad_k = sums.view_as(k).to(k.dtype)
-        if ctx.needs_input_grad[0]:
-            grad_mask = _grad_mask(grad, weight, k.view(4, *channel).to(grad.dtype), rule.fixed[3] == 0)
-            grad_scores = through_surrogate(grad_mask, scores, rule.threshold, rule.surrogate).to(scores.dtype)
-        return grad_scores, grad_k, None, None, None
-
-
-def _grad_mask(grad: Tensor, weight: Tensor, k: Tensor, no_product: bool) -> Tensor:
-    """dE/dM = dE/dW~ ∘ (k2 + k3 W)."""
-    _, _, k2, k3 = k.unbind()
-    return grad * k2 if no_product else (widened(weight) * k3).add_(k2).mul_(grad)
-
-
-def _grad_k(grad: Tensor, weight: Tensor, mask: Tensor, learned: list[int], channel: tuple[int, ...]) -> Tensor:
-    """dE/dk: sums of dE/dW~ against W, 1, M and W∘M; zero for the k that are constant. The mask is used up."""
-    sums = [grad.new_zeros(channel)] * 4
-    if 0 in learned:
-        sums[0] = (grad * weight).sum_to_size(channel)
-    if 1 in learned:
-        sums[1] = grad.sum_to_size(channel)
-    if 2 in learned or 3 in learned:
-        under = mask.mul_(grad)
-        sums[2] = under.sum_to_size(channel)
-        if 3 in learned:
-            sums[2] = sums[2].clone()  # one entry per channel: the sum is `under` itself
-            sums[3] = under.mul_(weight).sum_to_size(channel)
-    return torch.stack(sums)
 
 
 class Masked(Transform):
@@ -224,34 +142,31 @@ class Masked(Transform):
         if rule.per_channel:
             k = k[:, None].repeat(1, weight.outputs)
         self.centred = False
-        self._kept = [index for index in rule.learned if index != 1]
-        self.k = nn.Parameter(k[self._kept]) if self._kept else None
+        self._kept = tuple(index for index in rule.learned if index != 1)
+        self.k = nn.Parameter(k[list(self._kept)]) if self._kept else None
         self.shift = nn.Parameter(k[1].clone()) if 1 in rule.learned else None
         self.register_buffer("constants", k)
         self.register_buffer("packed", None)
 
     def forward(self, weight: Tensor) -> Tensor:
-        view = weight.view(self.weight.grouped_shape) if self.rule.per_channel else weight
+        shape = torch.Size(self.weight.grouped_shape) if self.rule.per_channel else weight.shape
         channel = self.weight.channel_shape if self.rule.per_channel else ()
         if self.scores is None:
             assert self.packed is not None
-            mask = strided_like(weight, unpack(self.packed, self.weight.shape)).view(view.shape)
-            return affine(view, mask, self.values().view(4, *channel)).view(weight.shape)
-        scores = self.scores.view(view.shape)
-        transformed: Tensor = _LearnedAffine.apply(scores, self.values(), view, self.rule, channel)
-        return transformed.view(weight.shape)
+            return from_bits(weight, self.packed, self.constants, shape, channel)
+        same = shape == weight.shape  # all but transposed convolutions: a view costs as much as a small kernel
+        scores, view = (self.scores, weight) if same else (self.scores.view(shape), weight.view(shape))
+        transformed: Tensor = LearnedAffine.apply(
+            scores, self.k, self.shift, self.constants, view, self.rule, self._coordinates(), channel
+        )
+        return transformed if same else transformed.view(weight.shape)
 
     def values(self) -> Tensor:
         """k0..k3, (4,) or (4, channels), constants included."""
-        if self.k is None and self.shift is None:
-            return self.constants
-        rows = list(self.constants.unbind())
-        if self.k is not None:
-            for row, index in enumerate(self._kept):
-                rows[index] = self.k[row]
-        if self.shift is not None:
-            rows[1] = self.shift - rows[2] / 2 if self.centred else self.shift
-        return torch.stack(rows)
+        return self._coordinates().values(self.constants, self.k, self.shift)
+
+    def _coordinates(self) -> Coordinates:
+        return Coordinates(self._kept, self.centred)
 
     @torch.no_grad()
     def centre(self, on: bool) -> None:

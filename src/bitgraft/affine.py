@@ -1,0 +1,190 @@
+"""The paper's equation (2) as pure functions: W~ from W, a mask and four k, and the way back to R and k."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bitgraft import kernels
+from bitgraft.masks import Surrogate, threshold, through_surrogate, unpack
+
+
+def affine(weight: Tensor, mask: Tensor, k: Tensor) -> Tensor:
+    """Equation (2): W~ = k0 W + k1 1 + k2 M + k3 W∘M, computed as (k0 + k3 M)∘W + (k1 + k2 M).
+
+    So an element is W times one of two scales plus one of two shifts, each operation rounded by itself: whoever keeps
+    to that gets the same last bit. `k` has the four coefficients first and broadcasts against the weight after that.
+    Half-precision weights are transformed in float32 and rounded once. On a CPU `torch.where` would take many times as
+    long, since a learned mask is as good as random to its branches.
+    """
+    wide = widened(weight)
+    k0, k1, k2, k3 = k.to(wide.dtype).unbind()
+    bits = mask.to(wide.dtype)
+    scales = torch.mul(bits, k3, out=torch.empty_like(wide)).add_(k0)  # in the weight's own memory format
+    return scales.mul_(wide).add_((bits * k2).add_(k1)).to(weight.dtype)
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """In float32 at least: what is added to a half-precision weight is rounded once, at the end."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def strided_like(weight: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor in the weight's memory format, since convolutions are faster in the one that the user chose."""
+    if tensor.stride() == weight.stride():
+        return tensor
+    return torch.empty_like(weight, dtype=tensor.dtype).copy_(tensor)
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """How a mask is read off R, and which k are learned (None) or constant, for one weight."""
+
+    fixed: tuple[float | None, ...]
+    threshold: float
+    surrogate: Surrogate
+    per_channel: bool
+
+    @property
+    def learned(self) -> list[int]:
+        return [i for i, value in enumerate(self.fixed) if value is None]
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where the four k come from: constants, the learned rows among k0, k2 and k3, and k1 by itself."""
+
+    kept: tuple[int, ...]
+    """Which of k0, k2 and k3 are learned, in the order of the rows that hold them."""
+    centred: bool
+    """k1 is `shift` less half of k2, which is the mean of k2 M."""
+
+    def values(self, constants: Tensor, k: Tensor | None, shift: Tensor | None) -> Tensor:
+        """k0..k3, (4,) or (4, channels), constants included."""
+        if k is None and shift is None:
+            return constants
+        rows = list(constants.unbind())
+        if k is not None:
+            for row, index in enumerate(self.kept):
+                rows[index] = k[row]
+        if shift is not None:
+            rows[1] = shift - rows[2] / 2 if self.centred else shift
+        return torch.stack(rows)
+
+    def gradients(self, to_values: Tensor, shifted: bool) -> tuple[Tensor | None, Tensor | None]:
+        """dE/dk and dE/dshift from dE/dk0..k3."""
+        if shifted and self.centred:
+            k0, k1, k2, k3 = to_values.unbind()
+            to_values = torch.stack([k0, k1, k2 - k1 / 2, k3])
+        return to_values[list(self.kept)] if self.kept else None, to_values[1] if shifted else None
+
+
+def from_bits(weight: Tensor, packed: Tensor, k: Tensor, shape: torch.Size, channel: tuple[int, ...]) -> Tensor:
+    """W~ of a task at rest. `shape` and `channel` are how the weight and a vector of channels broadcast."""
+    if weight.is_contiguous() and _in_rows(channel) and kernels.suits(weight):
+        return kernels.switch(packed, weight, _maps(k))
+    mask = strided_like(weight, unpack(packed, weight.shape))
+    if shape == weight.shape:  # a view would have other strides where a dimension has size 1
+        return affine(weight, mask, k.view(4, *channel))
+    return affine(weight.view(shape), mask.view(shape), k.view(4, *channel)).view(weight.shape)
+
+
+class LearnedAffine(torch.autograd.Function):
+    """`affine` with the surrogate gradient to R. Saves R, W and the four k: no copy, no mask."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        scores: Tensor,
+        k: Tensor | None,
+        shift: Tensor | None,
+        constants: Tensor,
+        weight: Tensor,
+        rule: MaskRule,
+        coordinates: Coordinates,
+        channel: tuple[int, ...],
+    ) -> Tensor:
+        values = coordinates.values(constants, k, shift)
+        ctx.save_for_backward(scores, values, weight)
+        ctx.rule, ctx.coordinates, ctx.channel, ctx.shifted = rule, coordinates, channel, shift is not None
+        if _in_rows(channel) and kernels.suits(weight, scores):
+            return kernels.forward(scores, rule.threshold, weight, _maps(values))
+        return affine(weight, threshold(scores, rule.threshold, scores.dtype), values.view(4, *channel))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        scores, values, weight = ctx.saved_tensors
+        rule: MaskRule = ctx.rule
+        if _in_rows(ctx.channel) and grad.dtype == torch.float32 and kernels.suits(weight, scores):
+            found = _fast_gradients(grad, scores, values, weight, rule)
+        else:
+            found = _gradients(grad, scores, values, weight, rule, ctx.channel, ctx.needs_input_grad)
+        to_mask, sums = found
+        to_scores = to_k = to_shift = None
+        if to_mask is not None:
+            to_scores = through_surrogate(to_mask, scores, rule.threshold, rule.surrogate).to(scores.dtype)
+        if sums is not None:
+            to_k, to_shift = ctx.coordinates.gradients(sums.view_as(values).to(values.dtype), ctx.shifted)
+        return to_scores, to_k, to_shift, None, None, None, None, None
+
+
+def _in_rows(channel: tuple[int, ...]) -> bool:
+    """One k for all, or one for each index of the first dimension: then a k belongs to one stretch of memory."""
+    return all(size == 1 for size in channel[1:])
+
+
+def _maps(k: Tensor) -> Tensor:
+    """Scale and shift for a bit of 0, then for a bit of 1: a row for the layer, or one for each channel."""
+    base, extra = k[:2], k[2:].flip(0)
+    maps = torch.stack([extra * 0 + base, extra + base]).float()  # as `affine` has it, infinities included
+    return maps.view(4, -1).t()
+
+
+def _fast_gradients(
+    grad: Tensor, scores: Tensor, values: Tensor, weight: Tensor, rule: MaskRule
+) -> tuple[Tensor | None, Tensor | None]:
+    slopes = values.view(4, -1)[2:].t().float()
+    to_mask, sums = kernels.backward(strided_like(weight, grad), scores, rule.threshold, weight, slopes)
+    return to_mask, sums.t()
+
+
+def _gradients(
+    grad: Tensor,
+    scores: Tensor,
+    values: Tensor,
+    weight: Tensor,
+    rule: MaskRule,
+    channel: tuple[int, ...],
+    needed: tuple[bool, ...],
+) -> tuple[Tensor | None, Tensor | None]:
+    """dE/dM, and dE/dk0..k3 with zeros for the constant ones."""
+    grad, to_mask, sums = widened(grad), None, None
+    if needed[1] or needed[2]:
+        sums = _grad_k(grad, weight, threshold(scores, rule.threshold, grad.dtype), rule.learned, channel)
+    if needed[0]:
+        to_mask = _grad_mask(grad, weight, values.view(4, *channel).to(grad.dtype), rule.fixed[3] == 0)
+    return to_mask, sums
+
+
+def _grad_mask(grad: Tensor, weight: Tensor, k: Tensor, no_product: bool) -> Tensor:
+    """dE/dM = dE/dW~ ∘ (k2 + k3 W)."""
+    _, _, k2, k3 = k.unbind()
+    return grad * k2 if no_product else (widened(weight) * k3).add_(k2).mul_(grad)
+
+
+def _grad_k(grad: Tensor, weight: Tensor, mask: Tensor, learned: list[int], channel: tuple[int, ...]) -> Tensor:
+    """dE/dk: sums of dE/dW~ against W, 1, M and W∘M; zero for the k that are constant. The mask is used up."""
+    sums = [grad.new_zeros(channel)] * 4
+    if 0 in learned:
+        sums[0] = (grad * weight).sum_to_size(channel)
+    if 1 in learned:
+        sums[1] = grad.sum_to_size(channel)
+    if 2 in learned or 3 in learned:
+        under = mask.mul_(grad)
+        sums[2] = under.sum_to_size(channel)
+        if 3 in learned:
+            sums[2] = sums[2].clone()  # one entry per channel: the sum is `under` itself
+            sums[3] = under.mul_(weight).sum_to_size(channel)
+    return torch.stack(sums)

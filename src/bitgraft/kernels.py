@@ -1,0 +1,161 @@
+"""W~ and its gradients in one pass over memory each, for float32 weights on a CPU (`bitgraft.native` compiled).
+
+Every function here has a slow, obvious twin in plain PyTorch, which is what runs on other devices, in other dtypes, for
+small weights, and where numba is not installed. W~ and the gradient to R are the same to the last bit either way.
+"""
+
+import ctypes
+import functools
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+SMALL = 1 << 14  # weights below this many elements are not worth a call, and none is worth importing a compiler for
+PIECE = 1 << 15  # elements that a thread takes at a time: three arrays of them stay in its cache
+_forked = False
+
+
+def suits(*tensors: Tensor) -> bool:
+    """Whether the compiled loops take these tensors: one layout, dense, float32, on a CPU, and not small."""
+    first = tensors[0]
+    return (
+        first.numel() >= SMALL
+        and all(t.device.type == "cpu" and t.dtype == torch.float32 and t.stride() == first.stride() for t in tensors)
+        and _is_dense(first)
+        and type(first) in (Tensor, torch.nn.Parameter)
+        and not torch.compiler.is_compiling()
+        and native() is not None
+    )
+
+
+def switch(packed: Tensor, weight: Tensor, maps: Tensor) -> Tensor:
+    """W~ from packed bits: weight * maps[r, 2 bit] + maps[r, 2 bit + 1], where r is the weight's row, or 0 for all."""
+    out, rows = torch.empty_like(weight, requires_grad=False), maps.contiguous()
+    starts, sizes, row = _pieces(weight.numel(), len(rows))
+    pieces = _table(starts)
+    pieces[:, 0] = packed.data_ptr() + starts // 8
+    pieces[:, 1] = starts % 8
+    pieces[:, 2] = weight.data_ptr() + 4 * starts
+    pieces[:, 3] = out.data_ptr() + 4 * starts
+    pieces[:, 4] = sizes
+    pieces[:, 5] = rows.data_ptr() + 16 * row
+    _run("switch", pieces)
+    return out
+
+
+def forward(scores: Tensor, threshold: float, weight: Tensor, maps: Tensor) -> Tensor:
+    """W~ from R, with the bit 1[R >= threshold]."""
+    out, rows, at = torch.empty_like(weight, requires_grad=False), maps.contiguous(), np.array([threshold], np.float32)
+    starts, sizes, row = _pieces(weight.numel(), len(rows))
+    pieces = _table(starts)
+    pieces[:, 0] = scores.data_ptr() + 4 * starts
+    pieces[:, 1] = at.ctypes.data
+    pieces[:, 2] = weight.data_ptr() + 4 * starts
+    pieces[:, 3] = out.data_ptr() + 4 * starts
+    pieces[:, 4] = sizes
+    pieces[:, 5] = rows.data_ptr() + 16 * row
+    _run("forward", pieces)
+    return out
+
+
+def backward(grad: Tensor, scores: Tensor, threshold: float, weight: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """dE/dM = dE/dW~ ∘ (k2 + k3 W), with (k2, k3) in the rows of `slopes`; and dE/dk, a row for each of those."""
+    out, rows, at = torch.empty_like(grad), slopes.contiguous(), np.array([threshold], np.float32)
+    starts, sizes, row = _pieces(weight.numel(), len(rows))
+    sums: NDArray[np.float64] = np.zeros((len(starts), 4))
+    pieces = _table(starts)
+    pieces[:, 0] = scores.data_ptr() + 4 * starts
+    pieces[:, 1] = at.ctypes.data
+    pieces[:, 2] = weight.data_ptr() + 4 * starts
+    pieces[:, 3] = out.data_ptr() + 4 * starts
+    pieces[:, 4] = sizes
+    pieces[:, 5] = rows.data_ptr() + 8 * row
+    pieces[:, 6] = grad.data_ptr() + 4 * starts
+    pieces[:, 7] = sums.ctypes.data + 32 * np.arange(len(starts))
+    _run("backward", pieces)
+    return out, torch.from_numpy(sums).view(len(rows), -1, 4).sum(1).float()
+
+
+@functools.cache
+def native() -> Any:
+    """The compiled loops, or None where they cannot be had."""
+    if os.environ.get("BITGRAFT_KERNELS") == "off" or sys.byteorder != "little":
+        return None
+    try:
+        from bitgraft import native as compiled
+    except ImportError:
+        return None
+    return compiled
+
+
+@functools.lru_cache(maxsize=1024)
+def _pieces(count: int, rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Where each piece starts, how long it is, and to which row it belongs. No piece is of two rows."""
+    length = count // rows
+    inside = np.arange(0, length, PIECE)
+    starts = (np.arange(rows)[:, None] * length + inside).reshape(-1)
+    sizes = np.tile(np.minimum(PIECE, length - inside), rows)
+    return starts, sizes, np.repeat(np.arange(rows), len(inside))
+
+
+def _table(starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Room for the pieces, as a view behind the counter and the number of pieces."""
+    job = np.empty(2 + 8 * len(starts), np.int64)
+    job[0], job[1] = 0, len(starts)
+    return job[2:].reshape(-1, 8)
+
+
+def _run(name: str, pieces: NDArray[np.int64]) -> None:
+    function = getattr(native(), name)
+    job = pieces.ctypes.data - 16
+    threads = 1 if _forked else min(torch.get_num_threads(), len(pieces))
+    if threads == 1:
+        function.ctypes(job)
+    elif (team := _team()) is not None:
+        team(function.address, job, threads, 0)
+    else:
+        others = [_threads().submit(function.ctypes, job) for _ in range(threads - 1)]
+        function.ctypes(job)
+        for other in others:
+            other.result()
+
+
+@functools.cache
+def _team() -> Callable[[int, int, int, int], None] | None:
+    """A call that runs a function in the very threads that PyTorch computes with (GNU's OpenMP), which spin for a while
+    after each of its own calls and would be in the way of others."""
+    try:
+        call = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):
+        return None
+    call.argtypes, call.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return call
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=max(1, torch.get_num_threads() - 1), thread_name_prefix="bitgraft")
+
+
+def _alone() -> None:
+    """A forked process has none of its parent's threads."""
+    global _forked
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_alone)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """The elements fill a stretch of memory without gaps, in any order of dimensions."""
+    if tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last):
+        return True
+    return tensor.is_contiguous(memory_format=torch.channels_last_3d)

@@ -1,0 +1,158 @@
+"""The compiled loops behind `bitgraft.kernels`, for float32 on a CPU. To import this is to compile them once.
+
+Each is a C function that several threads call at once with the same job: an array of 64-bit integers that holds a
+counter, the number of pieces, and for each piece its addresses and sizes. A thread takes the next piece until there is
+none. So it does not matter how many threads there are or whose they are, and what a piece sums up does not depend on
+it. Products and sums are not contracted (no FMA): each operation rounds as PyTorch's own does.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, cfunc, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+FIELDS = 8  # integers for a piece
+BLOCK = 1024  # elements that are summed in float32 before float64 takes over
+
+
+@intrinsic
+def _pointer(typing: Any, address: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), codegen
+
+
+@intrinsic
+def _next(typing: Any, address: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        counter = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", counter, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(types.int64), codegen
+
+
+@njit
+def _floats(address, count):  # type: ignore[no-untyped-def]
+    return carray(_pointer(address), (count,), np.float32)
+
+
+@njit
+def _bit_by_bit(bits, first, weight, out, maps):  # type: ignore[no-untyped-def]
+    for i in range(out.size):
+        on = (bits[(first + i) >> 3] >> np.uint8((first + i) & 7)) & np.uint8(1)
+        out[i] = weight[i] * (maps[2] if on else maps[0]) + (maps[3] if on else maps[1])
+
+
+@njit
+def _word_by_word(bits, weight, out, scale0, scale1, shift0, shift1):  # type: ignore[no-untyped-def]
+    for word in range(bits.size // 4):
+        at = 4 * word
+        low = np.uint32(bits[at]) | np.uint32(bits[at + 1]) << np.uint32(8)
+        high = np.uint32(bits[at + 2]) << np.uint32(16) | np.uint32(bits[at + 3]) << np.uint32(24)
+        both = np.uint32(low | high)
+        for j in range(32):
+            on = (both >> np.uint32(j)) & np.uint32(1)
+            out[32 * word + j] = weight[32 * word + j] * (scale1 if on else scale0) + (shift1 if on else shift0)
+
+
+@njit
+def _from_scores(scores, threshold, weight, out, scale0, scale1, shift0, shift1):  # type: ignore[no-untyped-def]
+    for i in range(out.size):
+        on = scores[i] >= threshold
+        out[i] = weight[i] * (scale1 if on else scale0) + (shift1 if on else shift0)
+
+
+@njit(fastmath={"reassoc", "nsz"})
+def _sums(grad, weight, scores, threshold):  # type: ignore[no-untyped-def]
+    s0 = s1 = s2 = s3 = np.float32(0)
+    for i in range(grad.size):
+        product = grad[i] * weight[i]
+        on = np.float32(scores[i] >= threshold)  # a branch here would keep the loop from being vectorised
+        s0 += product
+        s1 += grad[i]
+        s2 += grad[i] * on
+        s3 += product * on
+    return s0, s1, s2, s3
+
+
+@njit
+def _slopes(grad, weight, out, k2, k3):  # type: ignore[no-untyped-def]
+    for i in range(out.size):
+        out[i] = (weight[i] * k3 + k2) * grad[i]
+
+
+def _compiled(function: Callable[[Any], None]) -> Any:
+    try:
+        return cfunc(types.void(types.int64), cache=True)(function)
+    except RuntimeError:  # nowhere to keep it
+        return cfunc(types.void(types.int64))(function)
+
+
+@_compiled
+def switch(job):  # type: ignore[no-untyped-def]
+    """Pieces: bits, place of the first bit in its byte, weight, out, count, maps (4 floats)."""
+    count = carray(_pointer(job), (2,), np.int64)[1]
+    pieces = carray(_pointer(job + 16), (count, FIELDS), np.int64)
+    while True:
+        piece = _next(job)
+        if piece >= count:
+            break
+        bits, first, weight, out, size, table = pieces[piece, :6]
+        maps = _floats(table, 4)
+        head = min((8 - first) & 7, size)  # up to the next whole byte
+        words = (size - head) >> 5
+        tail = size - head - 32 * words
+        start = carray(_pointer(bits), (1,), np.uint8)
+        _bit_by_bit(start, first, _floats(weight, head), _floats(out, head), maps)
+        bits, weight, out = bits + ((first + head) >> 3), weight + 4 * head, out + 4 * head
+        middle = carray(_pointer(bits), (4 * words,), np.uint8)
+        _word_by_word(middle, _floats(weight, 32 * words), _floats(out, 32 * words), maps[0], maps[2], maps[1], maps[3])
+        end = carray(_pointer(bits + 4 * words), (4,), np.uint8)
+        _bit_by_bit(end, 0, _floats(weight + 128 * words, tail), _floats(out + 128 * words, tail), maps)
+
+
+@_compiled
+def forward(job):  # type: ignore[no-untyped-def]
+    """Pieces: scores, threshold (1 float), weight, out, count, maps (4 floats)."""
+    count = carray(_pointer(job), (2,), np.int64)[1]
+    pieces = carray(_pointer(job + 16), (count, FIELDS), np.int64)
+    while True:
+        piece = _next(job)
+        if piece >= count:
+            break
+        scores, at, weight, out, size, table = pieces[piece, :6]
+        maps = _floats(table, 4)
+        _from_scores(
+            _floats(scores, size), _floats(at, 1)[0], _floats(weight, size), _floats(out, size),
+            maps[0], maps[2], maps[1], maps[3],
+        )  # fmt: skip
+
+
+@_compiled
+def backward(job):  # type: ignore[no-untyped-def]
+    """Pieces: scores, threshold (1 float), weight, out, count, k (k2 and k3), gradient, sums (4 doubles).
+
+    The sums of a block come first: `out` may be the gradient itself.
+    """
+    count = carray(_pointer(job), (2,), np.int64)[1]
+    pieces = carray(_pointer(job + 16), (count, FIELDS), np.int64)
+    while True:
+        piece = _next(job)
+        if piece >= count:
+            break
+        scores, at, weight, out, size, table, grad, totals = pieces[piece]
+        threshold, k, sums = _floats(at, 1)[0], _floats(table, 2), carray(_pointer(totals), (4,), np.float64)
+        for begin in range(0, size, BLOCK):
+            some, skip = min(BLOCK, size - begin), 4 * begin
+            g, w = _floats(grad + skip, some), _floats(weight + skip, some)
+            s0, s1, s2, s3 = _sums(g, w, _floats(scores + skip, some), threshold)
+            sums[0] += s0
+            sums[1] += s1
+            sums[2] += s2
+            sums[3] += s3
+            _slopes(g, w, _floats(out + skip, some), k[0], k[1])

@@ -1,0 +1,202 @@
+"""The compiled loops against the same thing in plain PyTorch, to the last bit."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from bitgraft import kernels
+from bitgraft.affine import MaskRule, _maps, affine
+from bitgraft.masks import pack
+from bitgraft.methods.masked import MaskOptions
+from bitgraft.transforms import Masked, Weight
+
+ODD = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-38, 3e38])
+
+
+@pytest.fixture(autouse=True)
+def every_size(monkeypatch):
+    """Take tensors of any size, in pieces so short that weights of a few elements have several."""
+    monkeypatch.setattr(kernels, "SMALL", 0)
+    monkeypatch.setattr(kernels, "PIECE", 37)
+    kernels._pieces.cache_clear()
+    yield
+    kernels._pieces.cache_clear()
+
+
+@pytest.fixture(params=["one thread", "torch's threads", "python's threads"])
+def threads(request, monkeypatch):
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if request.param == "one thread" else 2)
+    if request.param == "python's threads":
+        monkeypatch.setattr(kernels, "_team", lambda: None)
+    yield
+    torch.set_num_threads(before)
+
+
+def draw(seed: int, rows: int, length: int, odd: bool) -> tuple[torch.Tensor, ...]:
+    """A weight, scores, a gradient and k for its rows."""
+    rng = torch.Generator().manual_seed(seed)
+    weight, scores, grad = torch.randn(3, rows, length, generator=rng).unbind()
+    k = torch.randn(4, rows, generator=rng)
+    if odd:
+        places = torch.randint(0, rows * length, (3, len(ODD)), generator=rng)
+        for tensor, some in zip((weight, scores, grad), places, strict=True):
+            tensor.view(-1)[some] = ODD
+    return weight, scores, grad, k
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> None:
+    nan = one.isnan()
+    assert torch.equal(nan, other.isnan())
+    assert torch.equal(one.contiguous().view(torch.int32)[~nan], other.contiguous().view(torch.int32)[~nan])
+
+
+SIZES = (st.integers(0, 2**20), st.integers(1, 5), st.integers(1, 300), st.booleans())
+
+
+@settings(deadline=None, max_examples=60)
+@given(*SIZES, st.floats(-1, 1, width=32))
+def test_w_is_the_references_to_the_last_bit_from_scores_and_from_bits(seed, rows, length, odd, at):
+    weight, scores, _, k = draw(seed, rows, length, odd)
+    mask = scores >= at
+    expected = affine(weight, mask, k.view(4, rows, 1))
+    same_bits(kernels.forward(scores, at, weight, _maps(k)), expected)
+    same_bits(kernels.switch(pack(mask), weight, _maps(k)), expected)
+    layer = affine(weight, mask, k[:, 0])
+    same_bits(kernels.forward(scores, at, weight, _maps(k[:, 0])), layer)
+    same_bits(kernels.switch(pack(mask), weight, _maps(k[:, 0])), layer)
+
+
+@settings(deadline=None, max_examples=60)
+@given(*SIZES, st.floats(-1, 1, width=32))
+def test_the_gradient_to_m_is_the_references_to_the_last_bit_and_sums_are_exact_enough(seed, rows, length, odd, at):
+    weight, scores, grad, k = draw(seed, rows, length, odd)
+    slopes = k[2:].t()
+    to_mask, sums = kernels.backward(grad, scores, at, weight, slopes)
+    same_bits(to_mask, (weight * slopes[:, 1:] + slopes[:, :1]) * grad)
+    g, w, m = grad.double(), weight.double(), (scores >= at).double()
+    exact = torch.stack([(g * w).sum(1), g.sum(1), (g * m).sum(1), (g * w * m).sum(1)], 1)
+    if not odd:
+        torch.testing.assert_close(sums.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("threads")
+def test_results_do_not_depend_on_threads():
+    weight, scores, grad, k = draw(1, 3, 5000, False)
+    to_mask, sums = kernels.backward(grad, scores, 0.1, weight, k[2:].t())
+    mask = scores >= 0.1
+    assert torch.equal(kernels.switch(pack(mask), weight, _maps(k)), affine(weight, mask, k.view(4, 3, 1)))
+    assert torch.equal(kernels.forward(scores, 0.1, weight, _maps(k)), affine(weight, mask, k.view(4, 3, 1)))
+    assert torch.equal(to_mask, (weight * k[3][:, None] + k[2][:, None]) * grad)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert torch.equal(sums, kernels.backward(grad, scores, 0.1, weight, k[2:].t())[1])
+    torch.set_num_threads(before)
+
+
+def test_bits_that_lie_anywhere_in_memory_are_read_alike():
+    weight, scores, _, k = draw(2, 1, 1000, False)
+    packed = pack(scores >= 0)
+    for offset in range(4):
+        room = torch.zeros(packed.numel() + 4, dtype=torch.uint8)
+        moved = room[offset : offset + packed.numel()].copy_(packed)
+        assert torch.equal(kernels.switch(moved, weight, _maps(k[:, 0])), affine(weight, scores >= 0, k[:, 0]))
+
+
+LAYERS = [nn.Conv2d(4, 6, 3), nn.Conv2d(4, 6, 3, groups=2), nn.Linear(7, 5), nn.ConvTranspose2d(4, 6, 3, groups=2)]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: str(layer))
+@pytest.mark.parametrize("per", ["layer", "channel"])
+@pytest.mark.parametrize("surrogate", ["identity", "sigmoid"])
+@pytest.mark.parametrize(
+    "k", [("learn",) * 4, (1.0, "learn", "learn", 0.0), (0.0, 0.0, 0.0, 1.0), (1.0, 0.5, "learn", 2.0)]
+)
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
+def test_a_layer_learns_the_same_with_and_without_the_compiled_loops(
+    layer, per, surrogate, k, centred, memory, monkeypatch
+):
+    tensor = layer.weight.detach()
+    tensor = tensor.to(memory_format=memory) if tensor.dim() == 4 else tensor
+    options = MaskOptions(*[True, ()], *k, per=per, surrogate=surrogate, threshold=0.25)
+    kind = "transposed" if isinstance(layer, nn.ConvTranspose2d) else "linear" if tensor.dim() == 2 else "conv"
+    weight = Weight("w", tensor.shape, kind, getattr(layer, "groups", 1))
+    upstream = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(4))
+    results = []
+    for fast in (True, False):
+        monkeypatch.setattr(kernels, "SMALL", 0 if fast else 1 << 40)
+        made = build(weight, options.rule(weight), tensor, centred)
+        learning = made(tensor)
+        assert learning.stride() == tensor.stride()
+        learning.backward(upstream)
+        gradients = [p.grad for p in (made.k, made.shift) if p is not None]
+        scores = made.scores.grad
+        made.freeze()
+        assert torch.equal(made(tensor), learning)
+        results.append((learning.detach(), scores, gradients))
+    (w, r, ks), (slow_w, slow_r, slow_ks) = results
+    same_bits(w, slow_w)
+    same_bits(r, slow_r)
+    for one, other in zip(ks, slow_ks, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def build(weight: Weight, rule: MaskRule, tensor: torch.Tensor, centred: bool) -> Masked:
+    rng = torch.Generator().manual_seed(3)
+    made = Masked(weight, rule, torch.empty_like(tensor).copy_(torch.randn(tensor.shape, generator=rng)))
+    made.centre(centred)
+    for parameter in (made.k, made.shift):
+        if parameter is not None:
+            parameter.data = torch.randn(parameter.shape, generator=rng)
+    return made
+
+
+def test_what_the_loops_do_not_take():
+    good = torch.zeros(64, 64)
+    assert kernels.suits(good, good)
+    for bad in (good.double(), good.half(), good[:, ::2], good.t(), good.expand(2, 64, 64), good.to("meta")):
+        assert not kernels.suits(good, bad) or not kernels.suits(bad)
+    assert not kernels.suits(good[:, ::2])
+
+
+def test_without_numba_the_reference_runs(monkeypatch):
+    monkeypatch.setattr(kernels, "native", lambda: None)
+    assert not kernels.suits(torch.zeros(64, 64))
+
+
+FORKED = """
+import os, torch
+from bitgraft import kernels
+torch.set_num_threads(2)
+weight, maps, bits = torch.randn(1 << 18), torch.randn(1, 4), torch.full((1 << 15,), 85, dtype=torch.uint8)
+here = kernels.switch(bits, weight, maps)
+child = os.fork()
+if child == 0:
+    again = kernels.switch(bits, weight, maps)  # PyTorch itself would wait for its threads for ever
+    os._exit(0 if (again.numpy() == here.numpy()).all() else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("off", ["", "off"])
+def test_a_forked_process_computes_the_same_in_one_thread_and_the_switch_off_works(off, tmp_path):
+    script = FORKED if not off else "from bitgraft import kernels\nassert kernels.native() is None"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={"BITGRAFT_KERNELS": off, "PATH": ""}, timeout=120, check=False
+    )
+    assert done.returncode == 0
+
+
+def test_pieces_cover_every_element_once():
+    for count, rows in [(1, 1), (36, 1), (37, 1), (38, 1), (1000, 1), (12, 12), (400, 4)]:
+        starts, sizes, row = kernels._pieces(count, rows)
+        covered = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, sizes, strict=True)])
+        assert covered.tolist() == list(range(count))
+        assert row.tolist() == [start // (count // rows) for start in starts]
