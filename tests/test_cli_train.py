@@ -4,8 +4,8 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
-import subprocess
 import sys
 import tomllib
 
@@ -16,7 +16,8 @@ from bitgraft import read_archive
 from bitgraft.training import runs
 from bitgraft.training.loop import _Run
 
-RUN = ("--backbone", NET, "--task", "colours", "--size", "16", "--batch", "8", "--epochs", "2")
+SET = ("--backbone", NET, "--size", "16", "--batch", "8", "--epochs", "2")
+RUN = ("--task", "colours", *SET)
 
 
 @pytest.fixture
@@ -108,7 +109,7 @@ def test_show_config(run, tmp_path):
         (("photos", *RUN, "--resize", "8"), 1, "resize at least"),
         (("photos", *RUN, "--mixed-precision", "fp16"), 1, "--mixed-precision fp16"),
         (("photos", *RUN, "--tensorboard"), 1, "pip install 'bitgraft[tensorboard]'"),
-        (("photos", *RUN, "--task", "../x"), 1, "../x"),
+        (("photos", *SET, "--task", "../x"), 1, "../x"),
         (("photos", *RUN, "--rate", "1e30", "--method", "finetune", "--schedule", "constant"), 1, "not a number"),
     ],
 )
@@ -140,6 +141,154 @@ def test_empty_class_and_no_data(run, tmp_path):
     assert code == 1
     assert "hold no image: yellow" in err
     assert not (tmp_path / "bitgraft-store").exists()
+
+
+def devkit(folder, val_category):
+    """The colours as a domain of the decathlon, one image of val with a category of its own."""
+    (folder / "kit/annotations").mkdir(parents=True)
+    for part in ("train", "val"):
+        files = sorted((folder / "photos" / part).rglob("*.png"))
+        names = sorted({file.parent.name for file in files})
+        images = [{"id": n, "file_name": os.path.relpath(file, folder / "kit")} for n, file in enumerate(files)]
+        given = [{"image_id": n, "category_id": names.index(file.parent.name)} for n, file in enumerate(files)]
+        if part == "val":
+            given[0]["category_id"] = val_category
+        content = {
+            "categories": [{"id": n, "name": name} for n, name in enumerate(names)],
+            "images": images,
+            "annotations": given,
+        }
+        (folder / f"kit/annotations/colours_{part}.json").write_text(json.dumps(content))
+
+
+def test_labels_outside_the_head_are_one_sentence(run, tmp_path):
+    devkit(tmp_path, val_category=7)
+    code, _, err = run("train", "kit:colours", *RUN)
+    assert code == 1
+    assert err.count("\n") == 1
+    assert "colours_val.json: 1 category ids are not among the categories, first [7]" in err
+    assert not (tmp_path / "bitgraft-store").exists()
+    photos(tmp_path / "more")
+    (tmp_path / "more/val/yellow").mkdir()
+    (tmp_path / "more/val/red/0.png").rename(tmp_path / "more/val/yellow/0.png")
+    code, _, err = run("train", "more", *RUN)
+    assert code == 1
+    assert err.count("\n") == 1
+    assert "yellow" in err
+    assert not (tmp_path / "bitgraft-store").exists()
+
+
+@pytest.mark.parametrize("preset", ["quick", "decathlon"])
+def test_labels_that_come_in_spite_of_that_are_named_by_the_loop(run, tmp_path, monkeypatch, preset):
+    """A data set of one's own may check nothing: with a head start or without one, the loop still does."""
+    from bitgraft.data.dataset import ImageDataset
+
+    real = ImageDataset.__getitems__
+    monkeypatch.setattr(ImageDataset, "__getitems__", lambda *args: [(image, 9) for image, _ in real(*args)])
+    code, _, err = run("train", "photos", *RUN, "--preset", preset, "--resize", "18")
+    assert code == 1
+    assert err.count("\n") == 1
+    assert "the training data of task 'colours' has the label 9, but task 'colours' has 3 classes" in err
+    assert stored(tmp_path) == ["store.json"]
+
+
+def test_a_loss_that_is_not_a_number_keeps_the_last_good_state(run, tmp_path, monkeypatch):
+    """It comes in the second epoch; the state at the end of the first is kept, and goes on as it would have done."""
+    expected, _ = uninterrupted(run, tmp_path, *RUN)
+    real, steps = _Run._step, []
+
+    def step(self, *args):
+        real(self, *args)
+        steps.append(1)
+        if len(steps) == 5:
+            self.sums[0] = float("nan")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Run, "_step", step)
+        code, _, err = run("train", "photos", *RUN)
+    assert code == 1
+    assert err.count("\n") == 1
+    assert "not a number any more, in epoch 2 at or shortly before step 2" in err
+    assert "the last good state is in bitgraft-store/runs/colours/state.pt" in err
+    assert run("train", "photos", *RUN, "--resume")[0] == 0
+    assert (tmp_path / "bitgraft-store/colours.safetensors").read_bytes() == expected
+
+
+JOINT = (
+    "train", "photos", "more", "--task", "a", "--task", "b", "--method", "adapters-joint", "--backbone", NET,
+    "--size", "16", "--batch", "8", "--epochs", "2", "--store", "joint",
+)  # fmt: skip
+
+
+def files(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.suffix == ".safetensors"}
+
+
+def test_several_data_sets_jointly(run, tmp_path):
+    photos(tmp_path / "more", classes=("blue", "red"))
+    assert run("train", "photos", *RUN)[0] == 0  # an ordinary store of the same backbone
+    before = files(tmp_path / "bitgraft-store")
+    code, out, err = run(*JOINT)
+    assert (code, err) == (0, "")
+    assert "training a, b by method adapters-joint on own_net:build" in out
+    assert "test accuracy of b" in out
+    made = files(tmp_path / "joint")
+    assert set(made) == {"a.safetensors", "b.safetensors", "weights/backbone.safetensors"}
+    assert not (tmp_path / "joint/runs/_joint/state.pt").exists()
+    assert read_archive(tmp_path / "joint/b.safetensors").card.classes == ("blue", "red")
+    code, out, _ = run("eval", "more", "--task", "b", "--store", "joint", "--json")
+    assert code == 0
+    accuracy = json.loads(out)["accuracy"]
+    assert accuracy == pytest.approx(read_archive(tmp_path / "joint/b.safetensors").metrics["test"]["accuracy"])
+    shutil.copy(tmp_path / "joint/b.safetensors", tmp_path / "bitgraft-store/b.safetensors")
+    code, _, err = run("eval", "more", "--task", "b")
+    assert code == 1
+    assert "belongs to a backbone with fingerprint" in err
+    (tmp_path / "bitgraft-store/b.safetensors").unlink()
+    assert files(tmp_path / "bitgraft-store") == before
+    code, _, err = run(*JOINT)
+    assert code == 1
+    assert "there is a store at joint already" in err
+    code, _, err = run(*JOINT[:-2])
+    assert code == 1
+    assert "there is a store at bitgraft-store already" in err
+    code, out, _ = run("train", "photos", "--task", "c", "--size", "16", "--epochs", "1", "--store", "joint")
+    assert code == 0  # a further task, of another method
+    assert files(tmp_path / "joint").items() >= made.items()
+
+
+def test_an_interrupted_joint_command_resumes_to_the_same_bytes(run, tmp_path):
+    photos(tmp_path / "more", classes=("blue", "red"))
+    assert run(*JOINT)[0] == 0
+    expected = files(tmp_path / "joint")
+    (tmp_path / "joint").rename(tmp_path / "whole")
+    code, err = ended(fork(*JOINT, prepare=lambda: signal_in_step_4(signal.SIGTERM)))
+    assert code == 130
+    command = err.strip().splitlines()[-1].split()
+    assert command[-1] == "--resume"
+    assert "interrupted and can go on" in run(*JOINT)[2]
+    for count in range(30):  # killed at each file that is still to be written
+        process = fork(*command[1:], prepare=lambda n=count: after(n, die, "replace"))
+        if ended(process)[0] != -signal.SIGKILL:
+            break
+    assert count > 3
+    assert files(tmp_path / "joint") == expected
+    assert run("eval", "photos", "--task", "a", "--store", "joint")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("train", "photos", "photos", "--task", "a", "--backbone", NET), "2 data sets came with 1 names"),
+        (("train", "photos", "photos", "--task", "a", "--task", "b", "--backbone", NET), "for a joint method"),
+        ((*JOINT[:9], "--store", "none"), "begin it with --backbone"),
+    ],
+)
+def test_a_wrong_joint_command(run, args, said):
+    code, _, err = run(*args)
+    assert code == 2
+    assert said in err
+    assert err.count("\n") == 1
 
 
 def test_a_class_missing_from_validation_is_a_warning(run, tmp_path):
@@ -272,7 +421,7 @@ def test_an_interrupt_keeps_the_state_and_says_how_to_go_on(run, tmp_path, signu
 
 def test_two_commands_on_one_store(run, tmp_path):
     names = ("a", "b")
-    running = [fork("train", "photos", *RUN, "--task", name) for name in names]
+    running = [fork("train", "photos", *SET, "--task", name) for name in names]
     assert [ended(process) for process in running] == [(0, "")] * 2
     assert sorted(p.stem for p in (tmp_path / "bitgraft-store").glob("*.safetensors")) == ["a", "b"]
     out = run("tasks", "--json")[1]
@@ -285,27 +434,6 @@ def test_a_task_that_another_command_is_training(run, tmp_path):
         code, _, err = run("train", "photos", *RUN)
     assert code == 1
     assert "another command is training in bitgraft-store/runs/colours" in err
-
-
-def test_two_processes_write_one_task_and_only_one_speaks(run, tmp_path):
-    script = tmp_path / "command.py"
-    script.write_text("from bitgraft.cli.main import main\nmain()\n")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    done = subprocess.run(
-        [*launcher, "train", "photos", *RUN],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0] == "photos: 3 classes, images: 24 to train, 9 to validate, 9 to test"
-    assert [line[:9] for line in lines[2:4]] == ["epoch 1/2", "epoch 2/2"]
-    assert len(lines) == 7
-    assert stored(tmp_path) == ["colours.safetensors", "runs/colours/metrics.jsonl", "store.json"]
-    assert run("eval", "photos", "--task", "colours")[0] == 0
 
 
 def test_tensorboard(run, tmp_path, monkeypatch):

@@ -48,12 +48,12 @@ def test_what_others_do_to_randomness_changes_nothing(place):
 
 
 def test_the_size_of_images_is_the_backbones_unless_told(place):
-    from bitgraft.session import _preprocessing
+    from bitgraft.session import preprocessing_for
 
     _, net = open_store("store", Backbone("test_resnet", pretrained=False))
-    assert _preprocessing(net, QUICK).size == (160, 160)
-    assert _preprocessing(net, QUICK.changed(resize=200)).resize == 200
-    assert _preprocessing(net, QUICK.changed(size=32, resize=40)).size == (32, 32)
+    assert preprocessing_for(net, QUICK).size == (160, 160)
+    assert preprocessing_for(net, QUICK.changed(resize=200)).resize == 200
+    assert preprocessing_for(net, QUICK.changed(size=32, resize=40)).size == (32, 32)
 
 
 def test_skipped_files_are_told(place):
@@ -64,23 +64,64 @@ def test_skipped_files_are_told(place):
     assert len(opened.splits.val) == 8
 
 
-def test_a_fault_from_a_worker_is_one_sentence_and_ends_the_bar(place):
-    ended = []
-
-    class Watcher:
-        def end(self):
-            ended.append(True)
-
+def test_a_fault_from_a_worker_is_one_sentence():
     wrapped = "Caught DataError in DataLoader worker process 0.\nOriginal Traceback:\n  File x\n"
     wrapped += "bitgraft.errors.DataError: cannot read a.png: it is no image that PIL knows\n"
-    with pytest.raises(DataError) as fault, one_sentence("; skip it", [Watcher()]):
+    with pytest.raises(DataError) as fault, one_sentence("; skip it"):
         raise DataError(wrapped)
     assert str(fault.value) == "cannot read a.png: it is no image that PIL knows; skip it"
     with pytest.raises(TrainingError, match="try --workers 0"), one_sentence():
         raise RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
     with pytest.raises(RuntimeError, match="else"), one_sentence():
         raise RuntimeError("something else")
-    assert ended == [True]
+
+
+class Watcher:
+    """An observer that notes what it is told."""
+
+    def __init__(self, fault=None):
+        self.told, self.fault = [], fault
+
+    def begin(self, tasks, epochs, steps_per_epoch, done_epochs):
+        self.told.append("begin")
+
+    def step(self, epoch, step, images):
+        self.told.append("step")
+
+    def look(self, loss, accuracy):
+        self.told.append((loss, accuracy))
+
+    def epoch(self, record):
+        self.told.append("epoch")
+        if self.fault is not None:
+            raise self.fault
+
+    def end(self):
+        self.told.append("end")
+
+
+@pytest.mark.parametrize("fault", [None, TrainingError("x"), KeyboardInterrupt()])
+def test_observers_are_told_of_the_end_once_however_it_comes(place, fault):
+    store, net = open_store("store", Backbone(NET))
+    watcher, request = Watcher(fault), Request("photos", "a", "full", CONFIG)
+    if fault is None:
+        outcome = train(store, net, request, observers=[watcher])
+        assert [t for t in watcher.told if isinstance(t, str)] == [
+            "begin",
+            *["step"] * 3,
+            "epoch",
+            *["step"] * 3,
+            "epoch",
+            "end",
+        ]
+        looks = [t for t in watcher.told if not isinstance(t, str)]
+        assert len(looks) == 6  # reading is free on a CPU, so after each step
+        assert looks[2] == (outcome.history[0]["train_loss"], outcome.history[0]["train_accuracy"])
+    else:
+        with pytest.raises(type(fault)):
+            train(store, net, request, observers=[watcher])
+        assert watcher.told.count("end") == 1
+    assert watcher.told[-1] == "end"
 
 
 def test_a_run_folder_that_comes_to_nothing_is_removed_and_others_stay(tmp_path):
@@ -113,17 +154,24 @@ def test_resumed_settings_are_held_to(tmp_path):
         runs.settle(tmp_path, settings, resume=True)
 
 
-def test_progress_in_a_terminal_and_elsewhere():
+def test_progress_in_a_terminal_and_elsewhere(monkeypatch):
     record = {"epoch": 2, "train_loss": 0.5, "train_accuracy": 0.75, "val_accuracy": 0.5}
     for terminal in (True, False):
         stream = io.StringIO()
         progress = Progress(Console(file=stream, force_terminal=terminal, width=100))
         progress.begin(["flowers"], 3, 4, 1)
+        progress.step(1, 2, 32)
+        progress.look(0.625, 0.7)
+        assert terminal or not stream.getvalue()  # soon after the start: a line would be one too many
+        monkeypatch.setattr("bitgraft.training.progress.QUIET", -1.0)
+        progress.look(0.625, 0.7)
+        monkeypatch.undo()
         progress.step(1, 4, 32)
         progress.epoch(record)
         progress.end()
-        progress.end()
         said = stream.getvalue()
+        assert "loss 0.625  train  70.0 %" in said
+        assert ("epoch 2/3  step 2/4  loss 0.625" in said) != terminal
         assert "epoch 2/3  loss 0.500  train  75.0 %  val  50.0 %" in said
         assert ("\x1b" in said) == terminal
 

@@ -9,6 +9,8 @@ import textwrap
 
 import pytest
 import torch
+from accelerate import Accelerator
+from launching import TORCHRUN, launched
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -277,7 +279,8 @@ def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_good_state(tmp_pat
         assert math.isfinite(float(state["sums"][0]))
 
 
-def test_labels_outside_the_head_are_named():
+@pytest.mark.parametrize("head_start", [True, False])
+def test_labels_outside_the_head_are_named(head_start):
     images, labels = stripes(30, 1).tensors
     with pytest.raises(TrainingError, match=r"label 7, but task 'stripes' has 3 classes"):
         fit(
@@ -285,8 +288,65 @@ def test_labels_outside_the_head_are_named():
             "stripes",
             TensorDataset(images, labels.where(labels != 2, torch.tensor(7))),
             None,
-            SHORT.changed(head_start=False),
+            SHORT.changed(head_start=head_start),
         )
+
+
+def scaled_accelerator():
+    """As on a GPU in mixed precision fp16, but for the precision: losses are scaled, and the scale moves often."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+    return accelerator
+
+
+def test_the_scale_of_gradients_is_kept_and_comes_back(tmp_path):
+    config = SHORT.changed(optimizers={"head": "sgd"})  # two optimisers, one scale
+    whole, accelerator = network("finetune"), scaled_accelerator()
+    torch.manual_seed(5)
+    fit(whole, "stripes", stripes(52, 1), None, config, accelerator=accelerator)
+    assert accelerator.scaler.state_dict()["scale"] == 2.0**12  # doubled after each two of eight steps
+    steps, stopped = iter(range(1, 1000)), network("finetune")
+    torch.manual_seed(5)
+    with pytest.raises(StoppedError):
+        fit(
+            stopped, "stripes", stripes(52, 1), None, config, accelerator=scaled_accelerator(),
+            folder=tmp_path, stop=lambda: next(steps) == 5,
+        )  # fmt: skip
+    held = torch.load(tmp_path / "state.pt", weights_only=True)["scaler"]
+    assert (held["scale"], held["_growth_tracker"]) == (2.0**10, 1)
+    again, accelerator = network("finetune"), scaled_accelerator()
+    fit(
+        again, "stripes", stripes(52, 1), None, config, accelerator=accelerator, folder=tmp_path, resume=True
+    )  # fmt: skip
+    assert accelerator.scaler.state_dict()["scale"] == 2.0**12
+    assert trained_bytes(again, tmp_path / "a") == trained_bytes(whole, tmp_path / "b")
+
+
+def test_scaled_gradients_give_what_plain_ones_give(tmp_path):
+    """Powers of two scale without rounding; and the two optimisers of a step are scaled alike."""
+    config, found = SHORT.changed(optimizers={"head": "sgd"}), []
+    for accelerator in (Accelerator(cpu=True), scaled_accelerator()):
+        net = network("finetune")
+        torch.manual_seed(5)
+        fit(net, "stripes", stripes(52, 1), None, config, accelerator=accelerator)
+        found.append(trained_bytes(net, tmp_path / "a"))
+    assert found[0] == found[1]
+
+
+def test_what_is_not_finite_is_never_saved(tmp_path):
+    """The loss of a step is known before the step is taken, so that it can look well when the weights do not."""
+    fit(network(), "stripes", stripes(52, 1), None, SHORT, folder=tmp_path)
+    before = (tmp_path / "state.pt").read_bytes()
+    net = network()
+
+    def spoil():
+        with torch.no_grad():
+            net.tasks["stripes"].owned["9.bias"][0] = float("inf")
+        return True
+
+    with pytest.raises(TrainingError, match=r"not finite any more.*the last good state is in"):
+        fit(net, "stripes", stripes(52, 1), None, SHORT, folder=tmp_path, stop=spoil)
+    assert (tmp_path / "state.pt").read_bytes() == before
 
 
 def test_early_stopping():
@@ -372,10 +432,8 @@ def test_two_processes_give_what_one_gives(tmp_path, method):
         out = tmp_path / f"{world}.pt"
         script = tmp_path / f"{world}.py"
         script.write_text(TWO.format(tests=os.path.dirname(__file__), method=method, out=str(out)))
-        common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
-        command = [sys.executable, str(script)] if world == 1 else [*launcher, str(script)]
-        subprocess.run(command, check=True, env=common, capture_output=True, timeout=240)
+        with launched(*((sys.executable,) if world == 1 else TORCHRUN), str(script), folder=tmp_path) as group:
+            assert group.ended() == 0, group.err
         found.append(torch.load(out, weights_only=True))
     one, two = found
     for name, tensor in one["tensors"].items():

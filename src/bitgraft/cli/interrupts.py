@@ -3,13 +3,15 @@
 import os
 import signal
 import sys
+import time
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-AGREE_EVERY = 10  # steps between the times that several processes ask one another whether to stop
+AGREE_WITHIN = 1.0  # seconds, about, between the times that several processes ask one another whether to stop
+SELDOM = 100  # steps between those times at the most
 
 
 class Interrupts:
@@ -22,7 +24,8 @@ class Interrupts:
     def __init__(self, accelerator: "Accelerator") -> None:
         self.accelerator = accelerator
         self.asked = self.running = False
-        self._process, self._steps = os.getpid(), 0
+        self._process, self._since = os.getpid(), time.monotonic()
+        self._steps, self._agree_at, self._passed = 0, 1, 1
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Interrupts":
@@ -39,29 +42,44 @@ class Interrupts:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a worker that loads images; the main process ends it
             return
-        if self.asked or not self.running:
+        if not self.running:
+            raise KeyboardInterrupt
+        if self.asked:
+            if self.accelerator.num_processes > 1:  # the launcher hands on what all have got already
+                return
             raise KeyboardInterrupt
         self.asked = True
         if self.accelerator.is_main_process:
-            os.write(sys.stderr.fileno(), b"\nstopping after this step; once more stops at once\n")
+            once_more = b"" if self.accelerator.num_processes > 1 else b"; once more stops at once"
+            os.write(sys.stderr.fileno(), b"\nstopping after this step" + once_more + b"\n")
 
     def stop(self) -> bool:
         """Asked after each step, in every process alike; they must stop at the same one."""
         if self.accelerator.num_processes == 1:
             return self.asked
         self._steps += 1
-        return self._steps % AGREE_EVERY == 0 and self._agree()
+        return self._steps == self._agree_at and self._agree()
 
     def _agree(self) -> bool:
+        """Whether anybody was asked to stop; and, from the time that a step takes, when to look again."""
         import torch
 
-        asked = torch.tensor(float(self.asked), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(asked, "sum") > 0)
+        now = time.monotonic()
+        mine = torch.tensor([float(self.asked), now - self._since], device=self.accelerator.device)
+        asked, seconds = self.accelerator.reduce(mine, "sum").tolist()
+        pace = seconds / self.accelerator.num_processes / self._passed
+        self._since, self._passed = now, max(1, min(SELDOM, int(AGREE_WITHIN / max(pace, 1e-9))))
+        self._agree_at = self._steps + self._passed
+        return bool(asked)
 
     def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
         self.running = True
+        self._since = time.monotonic()
 
     def step(self, epoch: int, step: int, images: int) -> None:
+        pass
+
+    def look(self, loss: float, accuracy: float) -> None:
         pass
 
     def epoch(self, record: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ Try:
   bitgraft train photos --task flowers --size 64 --epochs 3 --rate k=3e-3
   bitgraft train decathlon-1.0:gtsrb --task signs --preset decathlon --no-flip
   bitgraft train photos --task flowers --resume
+  bitgraft train photos signs --task flowers --task signs --method adapters-joint --backbone resnet50 --store joint
   bitgraft train --preset imagenet-to-sketch --weight-decay 1e-4 --show-config"""
 
 DATA = """FOLDER with train/ val/ test/ or class folders alone; DEVKIT:DOMAIN; torchvision:NAME; package:NAME."""
@@ -26,8 +27,10 @@ SET = "Settings, in place of the preset's"
 
 
 def train(
-    data: Annotated[str | None, typer.Argument(metavar="DATA", help=DATA, show_default=False)] = None,
-    task: Annotated[str | None, typer.Option(metavar="NAME", help="What to call the task. Required.")] = None,
+    data: Annotated[list[str] | None, typer.Argument(metavar="DATA", help=DATA, show_default=False)] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="What to call the task; once for each DATA. Required.")
+    ] = None,
     backbone: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="timm's name, wrn-DEPTH-WIDTH, or package.module:function; once per store."),
@@ -77,6 +80,7 @@ def train(
     """Train a task on labelled images, and write it to a store.
 
     The store is begun with --backbone; after that it knows its own. Also under `accelerate launch` and `torchrun`.
+    Several data sets are trained together by a joint method, which makes a new backbone and begins a store with it.
     """
     changes: dict[str, Any] = {
         "epochs": epochs,
@@ -96,22 +100,36 @@ def train(
         "rates": by_role(rate, "--rate"),
         "weight_decay": by_role(weight_decay, "--weight-decay"),
     }
-    config = settled(preset, changes)
+    config = settled(preset, method, changes)
     options = method_options(method, option)
     if show_config:
         _show_config(preset, config, as_json)
         return
-    if data is None or task is None:
+    if not data or not task:
         raise typer.BadParameter("say what to train on and what to call it: bitgraft train DATA --task NAME")
+    _check_number(data, task, method)
 
     from bitgraft.cli import training
     from bitgraft.session import Request
 
     chosen = _backbone(store, backbone, weights, pretrained)
-    request = Request(
-        data, task, method, config, options, workers, resume=resume, overwrite=overwrite, skip_bad=skip_bad_images
-    )
-    training.run(store, chosen, request, mixed_precision.value, tensorboard, as_json, _resume_command())
+    requests = [
+        Request(source, name, method, config, options, workers, resume, overwrite, skip_bad_images)
+        for source, name in zip(data, task, strict=True)
+    ]
+    training.run(store, chosen, requests, mixed_precision.value, tensorboard, as_json, _resume_command())
+
+
+def _check_number(data: list[str], task: list[str], method: str) -> None:
+    from bitgraft.methods import registry
+
+    if len(data) != len(task):
+        raise typer.BadParameter(f"{len(data)} data sets came with {len(task)} names: give --task NAME once for each")
+    if len(data) > 1 and not registry.get(method).joint:
+        joint = ", ".join(name for name in registry.method_names() if registry.get(name).joint)
+        raise typer.BadParameter(
+            f"several data sets at once are for a joint method ({joint}): {method} trains each by a command of its own"
+        )
 
 
 def _show_config(preset: str, config: "Config", as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,24 @@ from rich.console import Console
 from bitgraft.cli.interrupts import Interrupts
 from bitgraft.cli.output import INTERRUPTED, WIDE, megabytes, show_json
 from bitgraft.errors import BitgraftError, TrainingError
-from bitgraft.network import Network
+from bitgraft.joint import check_new, train_jointly
+from bitgraft.joint import run_folder as joint_folder
+from bitgraft.methods import registry
 from bitgraft.session import Opened, Outcome, Request, check_free, open_request, open_store, train
-from bitgraft.store import Backbone, Size, Store
+from bitgraft.store import Backbone, Store
 from bitgraft.training import runs
 from bitgraft.training.loop import StoppedError
 from bitgraft.training.observers import Observer, TensorBoard
 from bitgraft.training.progress import Progress
 
+Work = Callable[[list[Observer], Callable[[], bool]], list[Outcome]]
+"""(who watches, whether to stop) -> what came of it."""
+
 
 def run(
     folder: str,
     backbone: Backbone | None,
-    request: Request,
+    requests: list[Request],
     precision: str,
     tensorboard: bool,
     as_json: bool,
@@ -34,34 +40,72 @@ def run(
     accelerator = _accelerator(precision)
     main = accelerator.is_main_process
     console = _console(to_stderr=as_json, quiet=not main)
-    if Store.exists(folder):
-        check_free(Store(folder), request)
-    data = open_request(request)
-    _tell_data(console, request, data)
-    store, net = open_store(folder, backbone)
+    plan = _joint_plan if registry.get(requests[0].method).joint else _plan
+    run_folder, name, work = plan(folder, backbone, requests, console, accelerator)
     observers: list[Observer] = [Progress(console)] if main else []
     if tensorboard and main:
-        observers.append(TensorBoard(store.run_folder(request.task) / "tensorboard"))
-    said = "going on with" if request.resume else "training"
-    _tell(console, f"{said} {request.task} by method {request.method} on {store.backbone.name}")
+        observers.append(TensorBoard(run_folder / "tensorboard"))
+    said, tasks = "going on with" if requests[0].resume else "training", ", ".join(r.task for r in requests)
+    _tell(console, f"{said} {tasks} by method {requests[0].method} on {name}")
     with Interrupts(accelerator) as interrupts:
         try:
-            outcome = train(
-                store,
-                net,
-                request,
-                data=data,
-                observers=[interrupts, *observers],
-                accelerator=accelerator,
-                stop=interrupts.stop,
-            )
+            outcomes = work([interrupts, *observers], interrupts.stop)
         except (StoppedError, KeyboardInterrupt):
-            _leave(store, request, resume, main)
+            _leave(run_folder, resume, main)
         except BitgraftError as fault:
-            raise _with_remedy(fault, store, request, resume) from fault
+            raise _with_remedy(fault, run_folder, resume) from fault
+        except RuntimeError as fault:
+            if accelerator.num_processes == 1 or not _lost_touch(fault):
+                raise
+            raise TrainingError("another process has ended, and this one cannot go on without it") from fault
     if main:
-        _report(console, store, net, outcome, as_json)
+        _report(console, Store(folder), run_folder, outcomes, as_json)
     accelerator.end_training()
+
+
+def _plan(
+    folder: str, backbone: Backbone | None, requests: list[Request], console: Console, accelerator: Accelerator
+) -> tuple[Path, str, Work]:
+    """One task in a store: the folder of its run, what the backbone is called, and what to do."""
+    (request,) = requests
+    if Store.exists(folder):
+        check_free(Store(folder), request)
+    data = _open(requests, console)
+    store, net = open_store(folder, backbone)
+
+    def work(observers: list[Observer], stop: Callable[[], bool]) -> list[Outcome]:
+        return [train(store, net, request, data=data[0], observers=observers, accelerator=accelerator, stop=stop)]
+
+    return store.run_folder(request.task), store.backbone.name, work
+
+
+def _joint_plan(
+    folder: str, backbone: Backbone | None, requests: list[Request], console: Console, accelerator: Accelerator
+) -> tuple[Path, str, Work]:
+    """Tasks that are trained together, for a store of their own."""
+    check_new(folder, requests)
+    if backbone is None:
+        raise TrainingError("say with --backbone what the tasks are to be trained on")
+    data = _open(requests, console)
+
+    def work(observers: list[Observer], stop: Callable[[], bool]) -> list[Outcome]:
+        return train_jointly(
+            folder, backbone, requests, data=data, observers=observers, accelerator=accelerator, stop=stop
+        )
+
+    return joint_folder(folder), backbone.name, work
+
+
+def _open(requests: list[Request], console: Console) -> list[Opened]:
+    opened = []
+    for request in requests:
+        opened.append(open_request(request))
+        _tell_data(console, request, opened[-1])
+    return opened
+
+
+def _lost_touch(fault: RuntimeError) -> bool:
+    return isinstance(fault, torch.distributed.DistError) or "gloo" in str(fault)
 
 
 def _accelerator(precision: str) -> Accelerator:
@@ -94,20 +138,19 @@ def _tell_data(console: Console, request: Request, data: Opened) -> None:
             _tell(console, f"  {path}: {reason}")
 
 
-def _leave(store: Store, request: Request, resume: str, main: bool) -> None:
+def _leave(run_folder: Path, resume: str, main: bool) -> None:
     """The command was interrupted: say what is there."""
     if main:
-        if runs.interrupted(store.run_folder(request.task)):
+        if runs.interrupted(run_folder):
             _note(f"interrupted; the state is kept. To go on:\n  {_launched(resume)}")
         else:
             _note("interrupted before there was anything to keep")
     raise typer.Exit(INTERRUPTED)
 
 
-def _with_remedy(fault: BitgraftError, store: Store, request: Request, resume: str) -> BitgraftError:
+def _with_remedy(fault: BitgraftError, run_folder: Path, resume: str) -> BitgraftError:
     """The same, with the way to go on where there is a state and the fault came while it ran."""
-    kept = runs.interrupted(store.run_folder(request.task))
-    if kept and "cannot write" in str(fault):
+    if runs.interrupted(run_folder) and "cannot write" in str(fault):
         return type(fault)(f"{fault}; the last state is kept, go on with `{_launched(resume)}`")
     return fault
 
@@ -120,27 +163,32 @@ def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _report(console: Console, store: Store, net: Network, outcome: Outcome, as_json: bool) -> None:
-    size, whole = outcome.path.stat().st_size, 4 * Size.of(net).parameters
+def _report(console: Console, store: Store, run_folder: Path, outcomes: list[Outcome], as_json: bool) -> None:
     if as_json:
-        show_json(_plain(store, outcome, size))
+        plain = [_plain(run_folder, outcome) for outcome in outcomes]
+        show_json(plain[0] if len(plain) == 1 else {"tasks": plain, "weights": store.backbone.weights})
         return
-    if outcome.test is not None:
-        _tell(console, f"test accuracy {100 * outcome.test['accuracy']:.1f} %")
-    _tell(console, f"wrote {outcome.path}, {megabytes(size)}; a copy of the network would take {megabytes(whole)}")
+    for outcome in outcomes:
+        of = "" if len(outcomes) == 1 else f" of {outcome.task.name}"
+        if outcome.test is not None:
+            _tell(console, f"test accuracy{of} {100 * outcome.test['accuracy']:.1f} %")
+    whole = megabytes(4 * store.size.parameters)
+    for outcome in outcomes:
+        size = megabytes(outcome.path.stat().st_size)
+        _tell(console, f"wrote {outcome.path}, {size}; a copy of the network would take {whole}")
     where = "" if store.folder == Path("bitgraft-store") else f" --store {store.folder}"
-    _tell(console, f"next: bitgraft predict IMAGE --task {outcome.task.name}{where}")
+    _tell(console, f"next: bitgraft predict IMAGE --task {outcomes[0].task.name}{where}")
 
 
-def _plain(store: Store, outcome: Outcome, size: int) -> dict[str, Any]:
+def _plain(run_folder: Path, outcome: Outcome) -> dict[str, Any]:
     return {
         "task": outcome.task.name,
         "method": outcome.task.card.method,
         "classes": list(outcome.task.classes or ()),
         "file": str(outcome.path),
-        "bytes": size,
+        "bytes": outcome.path.stat().st_size,
         "metrics": outcome.task.metrics,
-        "metrics_file": str(store.run_folder(outcome.task.name) / runs.METRICS),
+        "metrics_file": str(run_folder / runs.METRICS),
         "history": outcome.history,
         "skipped": [{"file": str(path), "reason": reason} for path, reason in outcome.skipped],
     }

@@ -1,6 +1,6 @@
 """Which images make up a batch: a function of the seed, the epoch and the step alone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch.utils.data import Sampler
@@ -32,3 +32,10 @@ class Batches(Sampler[list[int]]):
             order = torch.randperm(self.count, generator=rng).tolist()
         for step in range(self.first, len(self)):
             yield order[step * self.size : (step + 1) * self.size][self.rank :: self.world]
+
+
+def turns(lengths: Mapping[str, int]) -> list[tuple[str, int]]:
+    """The steps of an epoch of several tasks, given how many each has: they take turns, and one that is through with
+    its data sits out."""
+    longest = max(lengths.values())
+    return [(name, step) for step in range(longest) for name, length in lengths.items() if step < length]

@@ -1,6 +1,6 @@
 """What a process trains: tasks and nothing else, so that only what they learn is reduced between processes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -17,14 +17,16 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 class Learner(nn.Module):
-    """Tasks as the only children; the network is held out of sight of whoever collects parameters."""
+    """What learns as the only children; the network is held out of sight of whoever collects parameters."""
 
-    def __init__(self, net: Network, names: list[str]) -> None:
+    def __init__(self, net: Network, learned: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.tasks = nn.ModuleList(net.tasks[name] for name in names)
+        self.learned = nn.ModuleList(learned)
         self._net = (net,)
 
     def forward(self, images: Tensor, task: str) -> Any:
+        if images.dim() == 4 and images.device.type == "cpu":  # a step of EfficientNet-Lite0 takes 0.8 of the time
+            images = images.contiguous(memory_format=torch.channels_last)
         return self._net[0](images, task=task)
 
 
@@ -62,6 +64,12 @@ class Objective:
             return torch.zeros((), device=target.device)
         right: Tensor = (logits(output).argmax(1) == target).sum()
         return right
+
+    def checked(self, task: str, batches: Iterable[tuple[Tensor, Any]]) -> Iterator[tuple[Tensor, Any]]:
+        """Batches to train a task on, each looked at before it is used."""
+        for images, targets in batches:
+            self.check(task, targets, f"the training data of task {task!r}")
+            yield images, targets
 
     def check(self, task: str, target: Any, where: str) -> None:
         """Refuse labels that the head has no output for, while they are still on the CPU."""

@@ -1,8 +1,10 @@
 """The one training loop. It knows phases, roles and batches, and no method by name."""
 
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +16,19 @@ from torch import Tensor
 from bitgraft.errors import TrainingError
 from bitgraft.methods import registry
 from bitgraft.network import Network
+from bitgraft.task import Task
 from bitgraft.training import optimisers
-from bitgraft.training.batches import Batches
+from bitgraft.training.batches import Batches, turns
 from bitgraft.training.config import QUICK, Config
-from bitgraft.training.evaluation import Loader, evaluate
+from bitgraft.training.evaluation import Loader, validate
 from bitgraft.training.headstart import fit_head, settle_statistics
+from bitgraft.training.joint import SHARED, Shared, shared_weights
 from bitgraft.training.learner import Learner, Loss, Objective, trainable
 from bitgraft.training.observers import Observer
-from bitgraft.training.state import Position, Result, State, load, save
-from bitgraft.training.statistics import synchronised
+from bitgraft.training.state import Position, Result, State, copied, load, of_task, save
+from bitgraft.training.statistics import over_processes
 
-CHECK_EVERY = 50  # steps between looks at the loss, each of which waits for the device
+CHECK_EVERY = 50  # steps between looks at the loss, where each waits for the device or for other processes
 
 
 class StoppedError(TrainingError):
@@ -47,10 +51,10 @@ def fit(
     checkpoint_every: float = 60.0,
     stop: Callable[[], bool] = lambda: False,
 ) -> Result:
-    """Train one task, or several in turns.
+    """Train one task, or several in turns; with a joint method, what they share of the backbone learns along.
 
     Args:
-        train: a Dataset of (image, label); for several tasks, a mapping from their names.
+        train: a Dataset of (image, label); for a list of tasks, a mapping from their names.
         val: likewise, for accuracy after each epoch and for keeping the best one.
         loss: in place of cross entropy, for heads that do not classify.
         folder: where checkpoints go; none are written without one.
@@ -61,17 +65,18 @@ def fit(
         checkpoint_every: seconds between checkpoints within an epoch; each epoch ends with one.
         stop: asked after each step; when it says so, the state is saved and `StoppedError` raised.
     """
-    names = [task] if isinstance(task, str) else list(task)
-    accelerator = accelerator or Accelerator(
-        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=len(names) > 1)]
-    )
-    run = _Run(net, names, config, accelerator, loss, Path(folder) / "state.pt" if folder is not None else None)
+    if isinstance(task, str):
+        task, train, val = [task], {task: train}, {task: val}
+    accelerator = accelerator or Accelerator()
+    run = _Run(net, list(task), config, accelerator, loss, Path(folder) / "state.pt" if folder is not None else None)
     run.observers, run.stop, run.checkpoint_every = observers, stop, checkpoint_every
-    run.load_data(train if len(names) > 1 else {names[0]: train}, val if len(names) > 1 else {names[0]: val}, workers)
     try:
+        run.load_data(train, val, workers)
         return run.go(resume)
     finally:
         run.release()
+        for observer in observers:
+            observer.end()
 
 
 class _Run:
@@ -95,9 +100,14 @@ class _Run:
         self.phases = registry.get(self.tasks[names[0]].card.method).phases
         for task in self.tasks.values():
             task.holds_statistics = config.statistics == "kept"
-            task.centre(config.centred)
+            if config.spread:
+                task.spread(config.spread, config.seed)
         net.to(accelerator.device)
-        self.learner = accelerator.prepare(Learner(net, names))
+        self.shared = shared_weights(net, self.tasks)
+        self.learned: dict[str, Task | Shared] = {**self.tasks, **({SHARED: self.shared} if self.shared else {})}
+        if len(names) > 1 and accelerator.ddp_handler is None:  # the others sit out a turn
+            accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+        self.learner = accelerator.prepare(Learner(net, self.learned.values()))
         self.objective = Objective(self.tasks.values(), loss, config.label_smoothing)
         self.at, self.result = Position(), Result()
         self.best_state: dict[str, dict[str, Tensor]] | None = None
@@ -107,15 +117,13 @@ class _Run:
     def load_data(self, train: Mapping[str, Any], val: Mapping[str, Any], workers: int) -> None:
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         config, pin = self.config, self.accelerator.device.type == "cuda"
-        self.train = {
-            name: Loader(data, Batches(len(data), config.batch, config.seed, rank, world), workers, pin)
-            for name, data in train.items()
-        }
-        self.val = {
-            name: Loader(data, Batches(len(data), 4 * config.batch, None, rank, world), workers, pin)
-            for name, data in (val or {}).items()
-            if data is not None
-        }
+
+        def loader(data: Any, size: int, seed: int | None) -> Loader:
+            return Loader(data, Batches(len(data), size, seed, rank, world), workers, pin)
+
+        self.train = {name: loader(data, config.batch, config.seed) for name, data in train.items()}
+        self.val = {n: loader(data, 4 * config.batch, None) for n, data in (val or {}).items() if data is not None}
+        self.turns = turns({name: len(self.train[name].batches) for name in self.names})
         if config.class_weights is not None:
             for name, data in train.items():
                 self.objective.weigh(name, config.class_weights, data, self.accelerator.device)
@@ -124,11 +132,11 @@ class _Run:
         state = self._resume() if resume else None
         if state is None and self.config.head_start:
             for name, loader in self.train.items():
-                with self._over_processes():
+                with over_processes(self.accelerator.num_processes):
                     settle_statistics(self.net, name, loader, self.accelerator.device)
-                fit_head(self.net, name, loader.plain(), self.accelerator.device)
+                fit_head(self.net, name, self.objective.checked(name, loader.plain()), self.accelerator.device)
         for observer in self.observers:
-            observer.begin(self.names, self._epochs(), len(self._turns()), self.at.epochs_done)
+            observer.begin(self.names, sum(map(self._epochs, self.phases)), len(self.turns), self.at.epochs_done)
         for phase in range(self.at.phase, len(self.phases)):
             self._run_phase(state)
             state = None
@@ -141,14 +149,14 @@ class _Run:
         if phase.prune is not None and self.at.epoch == 0 and self.at.step == 0:
             for task in self.tasks.values():
                 task.prune(phase.prune)
-        learned = [pair for task in self.tasks.values() for pair in task.roles()]
+        learned = [pair for held in self.learned.values() for pair in held.roles()]
         built = optimisers.build(learned, self.config, phase)
         self.optimizers = [self.accelerator.prepare(optimizer) for optimizer in built]
         if state is not None and state.optimizers is not None:
             for optimizer, held in zip(self.optimizers, state.optimizers, strict=True):
                 optimizer.load_state_dict(held)
-        epochs = phase.epochs if phase.epochs is not None else self.config.epochs
-        while self.at.epoch < epochs and not self._out_of_patience():
+        epochs = self._epochs(phase)
+        while self.at.epoch < epochs and self.result.hopeful(self.at.epochs_done, self.config.patience):
             self._run_epoch(phase, epochs)
             record = self._record()
             for observer in self.observers:
@@ -157,29 +165,29 @@ class _Run:
             self._save()
 
     def _run_epoch(self, phase: registry.Phase, epochs: int) -> None:
-        turns = self._turns()
+        count = len(self.turns)
         if self.at.step == 0:
             self.sums.zero_()
+        passed = Counter(name for name, _ in self.turns[: self.at.step])
         streams = {
-            name: self.train[name].from_step(self.at.epochs_done, sum(n == name for n, _ in turns[: self.at.step]))
-            for name in self.names
+            name: self.objective.checked(name, loader.from_step(self.at.epochs_done, passed[name]))
+            for name, loader in self.train.items()
         }
         for task in self.tasks.values():
             task.train()
-        for index in range(self.at.step, len(turns)):
-            name, step = turns[index]
-            factor = optimisers.rate_factor(self.config, phase, self.at.epoch * len(turns) + index, len(turns), epochs)
+        for index in range(self.at.step, count):
+            name, step = self.turns[index]
+            factor = optimisers.rate_factor(self.config, phase, self.at.epoch * count + index, count, epochs)
             optimisers.set_rates(self.optimizers, factor)
             whole = self.train[name].batches.whole(step)
             self._step(name, next(streams[name]), whole)
             self.at.step = index + 1
             for observer in self.observers:
                 observer.step(self.at.epochs_done, index + 1, whole)
-            self._between_steps(index, len(turns))
+            self._between_steps(index, count)
 
     def _step(self, name: str, batch: tuple[Tensor, Any], whole: int) -> None:
         images, targets = batch
-        self.objective.check(name, targets, f"the training data of task {name!r}")
         images = images.to(self.accelerator.device, non_blocking=True)
         targets = targets.to(self.accelerator.device, non_blocking=True)
         world = self.accelerator.num_processes
@@ -187,39 +195,44 @@ class _Run:
         for index, (part, wanted) in enumerate(parts):
             last = index == len(parts) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.learner):
-                with self.accelerator.autocast(), self._over_processes():
+                with self.accelerator.autocast(), over_processes(self.accelerator.num_processes):
                     output = self.learner(part, name)
                     loss = self.objective(name, output, wanted)
                 self.accelerator.backward(loss * (world / whole))
             with torch.no_grad():
                 right = self.objective.correct(output, wanted)
                 self.sums += torch.stack([loss.detach().float(), right.float(), right.new_tensor(len(part)).float()])
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def _over_processes(self) -> AbstractContextManager[Any]:
-        """Batch norm takes its statistics over the batch of all processes."""
-        return synchronised() if self.accelerator.num_processes > 1 else nullcontext()
+        optimisers.advance(self.optimizers, self.accelerator.scaler)
 
     def _between_steps(self, index: int, count: int) -> None:
         """Look at the loss now and then, save now and then, stop when asked to."""
+        several = self.accelerator.num_processes > 1
+        every = 1 if self.accelerator.device.type == "cpu" and not several else CHECK_EVERY
+        usual = (index + 1) % every == 0 or index + 1 == count
+        late = time.monotonic() - self.saved_at > self.checkpoint_every and index + 1 < count
+        due = late and (usual or not several)  # clocks differ, and processes must look at the same step
         stopping = self.stop()
-        due = time.monotonic() - self.saved_at > self.checkpoint_every and index + 1 < count
-        if stopping or due or (index + 1) % CHECK_EVERY == 0 or index + 1 == count:
-            self._check_loss()
-        if stopping or due:
+        if usual or due or stopping:
+            self._look()
+        if due or stopping:
             self._save()
         if stopping:
             raise StoppedError("training was stopped" + (f"; its state is in {self.path}" if self.path else ""))
 
-    def _check_loss(self) -> None:
-        if not torch.isfinite(self.sums[0]):
-            kept = f"the last good state is in {self.path}" if self.path is not None and self.path.exists() else ""
-            raise TrainingError(
-                f"the loss is not a number any more, in epoch {self.at.epochs_done + 1} at or shortly before step "
-                f"{self.at.step}: lower the rates ({dict(self.config.rates)}). {kept}".strip()
-            )
+    def _look(self) -> None:
+        """See how the epoch goes: stop where the loss is not a number any more, in all processes alike."""
+        loss, right, images = self.accelerator.reduce(self.sums, "sum").tolist()
+        if not math.isfinite(loss):
+            raise self._diverged("the loss is not a number any more")
+        for observer in self.observers:
+            observer.look(loss / images, right / images)
+
+    def _diverged(self, what: str) -> TrainingError:
+        kept = f"the last good state is in {self.path}" if self.path is not None and self.path.exists() else ""
+        return TrainingError(
+            f"{what}, in epoch {self.at.epochs_done + 1} at or shortly before step {self.at.step}: lower the rates "
+            f"({dict(self.config.rates)}). {kept}".strip()
+        )
 
     def _record(self) -> dict[str, Any]:
         sums = self.accelerator.reduce(self.sums, "sum").tolist()
@@ -229,68 +242,57 @@ class _Run:
             "train_loss": sums[0] / sums[2],
             "train_accuracy": sums[1] / sums[2],
         }
-        if self.val:
-            scores = {
-                name: evaluate(self.net, name, loader, self.objective, self.accelerator)
-                for name, loader in self.val.items()
-            }
-            record["val_loss"] = sum(s["loss"] for s in scores.values()) / len(scores)
-            record["val_accuracy"] = sum(s["accuracy"] for s in scores.values()) / len(scores)
-            if len(scores) > 1:
-                record["by_task"] = scores
+        record |= validate(self.net, self.val, self.objective, self.accelerator)
         self.result.history.append(record)
         is_last_phase = self.at.phase == len(self.phases) - 1  # an epoch before pruning is not one to keep
         if self.val and is_last_phase and self.result.is_better(record):
             self.result.best = record
-            self.best_state = {name: _copy(task.state_dict()) for name, task in self.tasks.items()}
+            self.best_state = {name: copied(held.state_dict()) for name, held in self.learned.items()}
         return record
 
-    def _out_of_patience(self) -> bool:
-        if self.config.patience is None or self.result.best is None:
-            return False
-        return bool(self.at.epochs_done - self.result.best["epoch"] >= self.config.patience)
-
     def _finish(self) -> None:
+        self.result.best_tasks = self.best_state
         if self.config.keep == "best" and self.best_state is not None:
-            for name, task in self.tasks.items():
-                task.load_state_dict(self.best_state[name])
-        for task in self.tasks.values():
+            for name, held in self.learned.items():
+                held.load_state_dict(self.best_state[name])
+        for name, task in self.tasks.items():
             task.eval()
-            task.metrics = {"last": self.result.history[-1], "best": self.result.best, "kept": self.config.keep}
-        for observer in self.observers:
-            observer.end()
+            last, best = (record and of_task(record, name) for record in (self.result.history[-1], self.result.best))
+            task.metrics = {"last": last, "best": best, "kept": self.config.keep}
+        self.net.joint = False  # from here on it is a backbone like any other
 
     def release(self) -> None:
-        """Leave tasks to normalise as they would without us, however the run ended."""
+        """Leave tasks to normalise as they would without us, and the backbone out of reach, however the run ended."""
         for task in self.tasks.values():
             task.holds_statistics = False
+        if self.shared is not None:
+            self.shared.release(self.tasks)
 
-    def _epochs(self) -> int:
-        return sum(p.epochs if p.epochs is not None else self.config.epochs for p in self.phases)
-
-    def _turns(self) -> list[tuple[str, int]]:
-        """The steps of an epoch: tasks take turns, and one whose data is through sits out."""
-        longest = max(len(loader.batches) for loader in self.train.values())
-        return [(name, step) for step in range(longest) for name in self.names if step < len(self.train[name].batches)]
+    def _epochs(self, phase: registry.Phase) -> int:
+        return phase.epochs if phase.epochs is not None else self.config.epochs_of(len(self.turns))
 
     def _save(self) -> None:
         self.saved_at = time.monotonic()
-        if self.path is not None and self.accelerator.is_main_process:
+        if self.path is None:
+            return
+        if not all(bool(p.isfinite().all()) for held in self.learned.values() for p in held.parameters()):
+            raise self._diverged("what is learned is not finite any more")
+        if self.accelerator.is_main_process:
             fresh_phase = self.at.epoch == 0 and self.at.step == 0
-            held = None if fresh_phase else [optimizer.state_dict() for optimizer in self.optimizers]
-            tasks = {name: task.state_dict() for name, task in self.tasks.items()}
-            save(self.path, self.config, State(self.at, self.result, tasks, held, self.best_state, self.sums))
+            optimizers = None if fresh_phase else [optimizer.state_dict() for optimizer in self.optimizers]
+            tasks = {name: held.state_dict() for name, held in self.learned.items()}
+            scaler = self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else None
+            state = State(self.at, self.result, tasks, optimizers, self.best_state, self.sums, scaler)
+            save(self.path, self.config, state)
 
     def _resume(self) -> State:
         if self.path is None:
             raise TrainingError("resume needs the folder of the run that is to go on")
-        state = load(self.path, self.config, self.names)
+        state = load(self.path, self.config, list(self.learned))
         self.at, self.result, self.best_state = state.at, state.result, state.best_tasks
-        for name, task in self.tasks.items():
-            task.load_state_dict(state.tasks[name])
+        for name, held in self.learned.items():
+            held.load_state_dict(state.tasks[name])
+        if self.accelerator.scaler is not None and state.scaler is not None:
+            self.accelerator.scaler.load_state_dict(state.scaler)
         self.sums.copy_(state.sums)
         return state
-
-
-def _copy(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}

@@ -1,4 +1,4 @@
-"""Whoever watches a run: told of its start, steps, epochs and end."""
+"""Whoever watches a run: told of its start, steps, looks, epochs and, once, of its end."""
 
 import json
 from pathlib import Path
@@ -12,6 +12,9 @@ class Observer(Protocol):
     def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None: ...
 
     def step(self, epoch: int, step: int, images: int) -> None: ...
+
+    def look(self, loss: float, accuracy: float) -> None:
+        """How the epoch goes so far, whenever the loop has looked."""
 
     def epoch(self, record: dict[str, Any]) -> None: ...
 
@@ -31,6 +34,9 @@ class JsonLines:
             self.records = [json.loads(line) for line in lines[:done_epochs]]
 
     def step(self, epoch: int, step: int, images: int) -> None:
+        pass
+
+    def look(self, loss: float, accuracy: float) -> None:
         pass
 
     def epoch(self, record: dict[str, Any]) -> None:
@@ -58,6 +64,9 @@ class TensorBoard:
         self._writer = self._open(str(self.folder), purge_step=done_epochs + 1)
 
     def step(self, epoch: int, step: int, images: int) -> None:
+        pass
+
+    def look(self, loss: float, accuracy: float) -> None:
         pass
 
     def epoch(self, record: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """Optimisers by role, and rates by step."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,3 +56,17 @@ def set_rates(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> Non
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["base"] * factor
+
+
+def advance(optimizers: Sequence[Any], scaler: torch.amp.GradScaler | None) -> None:
+    """One step of each, as accelerate wraps them. The scaler of fp16 may move only when all have taken theirs;
+    accelerate would move it after each."""
+    for optimizer in optimizers:
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer.optimizer)
+    if scaler is not None:
+        scaler.update()
+    for optimizer in optimizers:
+        optimizer.zero_grad()

@@ -7,6 +7,8 @@ from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+QUIET = 30.0  # seconds without a line, where there is no bar, until one says how the epoch goes
+
 
 class Progress:
     """Epochs, time left, images per second, loss and accuracy."""
@@ -16,18 +18,19 @@ class Progress:
         self._bars: Bars | None = None
         self._bar: TaskID | None = None
         self._epochs = self._steps = self._images = self._done = 0
-        self._since = self._began = time.monotonic()
+        self._at = (0, 0)
+        self._since = self._began = self._spoke = time.monotonic()
 
     def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
         self._epochs, self._steps, self._images, self._done = epochs, steps_per_epoch, 0, done_epochs
-        self._since = self._began = time.monotonic()
+        self._since = self._began = self._spoke = time.monotonic()
         if self.console.is_terminal:
             self._bars = Bars(
                 SpinnerColumn(),
                 TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=24),
                 TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
-                TextColumn("{task.fields[rate]}"),
+                TextColumn("{task.fields[seen]}{task.fields[rate]}", markup=False),
                 TimeElapsedColumn(),
                 TextColumn("left"),
                 TimeRemainingColumn(),
@@ -35,29 +38,46 @@ class Progress:
                 transient=True,
             )
             total, completed = epochs * steps_per_epoch, done_epochs * steps_per_epoch
-            fields: dict[str, Any] = {"epoch": min(done_epochs + 1, epochs), "epochs": epochs, "rate": ""}
+            fields: dict[str, Any] = {"epoch": min(done_epochs + 1, epochs), "epochs": epochs, "rate": "", "seen": ""}
             self._bar = self._bars.add_task(", ".join(tasks), total=total, completed=completed, **fields)
             self._bars.start()
 
     def step(self, epoch: int, step: int, images: int) -> None:
         self._images += images
+        self._at = (epoch, step)
         if self._bars is not None and self._bar is not None:
-            rate = f"{self._images / max(1e-9, time.monotonic() - self._since):.0f} images/s"
-            self._bars.update(self._bar, completed=epoch * self._steps + step, epoch=epoch + 1, rate=rate)
+            self._bars.update(self._bar, completed=epoch * self._steps + step, epoch=epoch + 1, rate=self._rate())
+
+    def look(self, loss: float, accuracy: float) -> None:
+        epoch, step = self._at
+        seen = f"loss {loss:.3f}  train {100 * accuracy:5.1f} %  "
+        if self._bars is not None and self._bar is not None:
+            self._bars.update(self._bar, seen=seen)
+        elif step < self._steps and time.monotonic() - self._spoke > QUIET:
+            self._say(f"{self._of(epoch + 1)}  step {step}/{self._steps}  {seen}{self._rate()}")
 
     def epoch(self, record: dict[str, Any]) -> None:
-        rate = self._images / max(1e-9, time.monotonic() - self._since)
         line = (
-            f"epoch {record['epoch']:>{len(str(self._epochs))}}/{self._epochs}  loss {record['train_loss']:.3f}  "
+            f"{self._of(record['epoch'])}  loss {record['train_loss']:.3f}  "
             f"train {100 * record['train_accuracy']:5.1f} %"
         )
         if "val_accuracy" in record:
             line += f"  val {100 * record['val_accuracy']:5.1f} %"
-        line += f"  {rate:.0f} images/s"
+        line += f"  {self._rate()}"
         if self._bars is None and record["epoch"] < self._epochs:
             line += f"  {self._left(record['epoch'])} left"
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._say(line)
         self._images, self._since = 0, time.monotonic()
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._spoke = time.monotonic()
+
+    def _of(self, epoch: int) -> str:
+        return f"epoch {epoch:>{len(str(self._epochs))}}/{self._epochs}"
+
+    def _rate(self) -> str:
+        return f"{self._images / max(1e-9, time.monotonic() - self._since):.0f} images/s"
 
     def _left(self, epoch: int) -> str:
         """At the pace since this process began."""

@@ -31,6 +31,12 @@ class Result:
     """One record for each epoch."""
     best: dict[str, Any] | None = None
     """The record of the best epoch on validation."""
+    best_tasks: dict[str, dict[str, Tensor]] | None = None
+    """What the tasks held then; given when the run is over."""
+
+    def hopeful(self, epochs_done: int, patience: int | None) -> bool:
+        """Whether a better epoch may still come: less than `patience` epochs have passed since the best one."""
+        return patience is None or self.best is None or epochs_done - self.best["epoch"] < patience
 
     def is_better(self, record: Mapping[str, Any]) -> bool:
         """Whether a record beats the best one so far, by accuracy and then by loss."""
@@ -42,7 +48,7 @@ class Result:
 
 @dataclass
 class State:
-    """All that a run needs to go on."""
+    """All that a run needs to go on. `tasks` and `best_tasks` also hold the weights that tasks learn together."""
 
     at: Position
     result: Result
@@ -51,11 +57,24 @@ class State:
     """None before the first step of a phase, which builds them anew."""
     best_tasks: dict[str, dict[str, Tensor]] | None
     sums: Tensor
+    scaler: dict[str, Any] | None = None
+    """Of the gradients in mixed precision fp16."""
+
+
+def copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+
+
+def of_task(record: Mapping[str, Any], task: str) -> dict[str, Any]:
+    """A record of several tasks' epoch, with one task's own validation."""
+    plain = {name: value for name, value in record.items() if name != "by_task"}
+    own = record.get("by_task", {}).get(task, {})
+    return plain | {f"val_{what}": value for what, value in own.items()}
 
 
 def save(path: Path, config: Config, state: State) -> None:
     buffer = io.BytesIO()
-    held = {f: getattr(state, f) for f in ("tasks", "optimizers", "best_tasks", "sums")}
+    held = {f: getattr(state, f) for f in ("tasks", "optimizers", "best_tasks", "sums", "scaler")}
     about = {"config": asdict(config), "at": asdict(state.at), "result": asdict(state.result)}
     torch.save({**held, **about, "rng": torch.get_rng_state()}, buffer)
     write_atomically(path, buffer.getbuffer())

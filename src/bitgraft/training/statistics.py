@@ -4,6 +4,7 @@ torch's SyncBatchNorm is for CUDA alone and would have to replace modules; here 
 mode, from whatever module, takes its mean and variance over all processes while `synchronised` is in force.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,11 @@ class synchronised(TorchFunctionMode):  # noqa: N801 - used as a context manager
         if func is F.batch_norm:
             return _batch_norm(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def over_processes(count: int) -> AbstractContextManager[Any]:
+    """Batch norm takes its statistics over the batch of all processes, if there are several."""
+    return synchronised() if count > 1 else nullcontext()
 
 
 def _batch_norm(

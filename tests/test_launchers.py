@@ -1,0 +1,67 @@
+"""`bitgraft train` under torchrun and accelerate, as from a terminal."""
+
+import signal
+
+import pytest
+import torch
+from images import NET, SOURCE, photos
+from launching import ACCELERATE, TORCHRUN, launched
+
+from bitgraft import read_archive
+
+EPOCHS = 60
+RUN = (
+    "train", "photos", "--backbone", NET, "--task", "colours", "--size", "16", "--resize", "18", "--batch", "8",
+    "--preset", "decathlon", "--epochs", str(EPOCHS), "--method", "classifier",
+)  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path):
+    photos(tmp_path / "photos")
+    still = SOURCE.replace("nn.Dropout(0.3)", "nn.Identity()")  # each process would draw for itself
+    (tmp_path / "own_net.py").write_text(still)
+    (tmp_path / "command.py").write_text("from bitgraft.cli.main import main\nmain()\n")
+    return tmp_path
+
+
+def run(launcher, place, *args):
+    return launched(*launcher, str(place / "command.py"), *RUN, *args, folder=place)
+
+
+def test_two_processes_interrupted_twice_end_as_one_does(place):
+    """Ctrl-C, which all processes get, and once more from the launcher; then SIGTERM; then left to end."""
+    with run(ACCELERATE, place, "--store", "one") as one, run(TORCHRUN, place, "--store", "two") as first:
+        first.wait_for(f" 3/{EPOCHS}  loss")
+        first.signal(signal.SIGINT)
+        assert first.ended() != 0
+        assert one.ended() == 0, one.err
+    command = f"bitgraft {' '.join(RUN)} --store two --resume  (under the same launcher)"
+    assert "interrupted; the state is kept. To go on:\n  " + command in first.err
+    with run(TORCHRUN, place, "--store", "two", "--resume") as second:
+        second.wait_for("  loss")
+        second.process.send_signal(signal.SIGTERM)  # to the launcher alone, as a scheduler might
+        assert second.ended() != 0
+    assert command in second.err
+    assert "epoch  1/" not in second.out
+    with run(TORCHRUN, place, "--store", "two", "--resume") as third:
+        assert third.ended() == 0, third.err
+    assert third.out.count("going on with colours") == 1  # one of the processes speaks
+    assert third.out.splitlines()[-1] == "next: bitgraft predict IMAGE --task colours --store two"
+    left = {str(p.relative_to(place / "two")) for p in (place / "two").rglob("*") if p.is_file()}
+    assert left == {"colours.safetensors", "runs/colours/metrics.jsonl", "store.json"}
+    mine, theirs = (read_archive(place / name / "colours.safetensors") for name in ("one", "two"))
+    assert set(mine.tensors) == set(theirs.tensors)
+    for name, tensor in mine.tensors.items():
+        assert torch.allclose(torch.as_tensor(tensor), torch.as_tensor(theirs.tensors[name]), atol=1e-5), name
+    assert len((place / "two/runs/colours/metrics.jsonl").read_text().splitlines()) == EPOCHS
+
+
+def test_a_fault_in_one_process_ends_all_with_its_sentence(place):
+    """The unreadable image is in the share of one of them."""
+    (place / "photos/train/red/3.png").write_bytes(b"not an image")
+    with run(TORCHRUN, place) as group:
+        assert group.ended() != 0
+    assert "cannot read photos/train/red/3.png: it is no image that PIL knows" in group.err
+    assert "gloo" not in group.err
+    assert not (place / "bitgraft-store/runs").exists()
