@@ -103,7 +103,7 @@ def draw_curves(axes: "Axes", runs: Mapping[str, Records], quantity: Quantity, t
     axes.set(xlabel="epoch", title=title or quantity, ylabel="%" if quantity == "accuracy" else "cross entropy")
     _whole_numbers(axes)
     axes.plot([], [], ":", color="grey", label="on training images")
-    axes.legend()
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=4, fontsize="small")  # curves may go anywhere
 
 
 def draw_ones(axes: "Axes", tasks: Sequence[Inspection], title: str = "share of ones") -> None:

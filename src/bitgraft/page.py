@@ -17,11 +17,10 @@ CSS = """
 @media (prefers-color-scheme: dark) { :root { --soft: #a0a0a0; --good: #4cc38a; --bad: #ff7b6b; } }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 0 auto; padding: 1rem 1rem 4rem; }
 h1 { line-height: 1.2; margin: 1.5rem 0 .5rem; } h2 { margin: 2.5rem 0 .5rem; } h3 { margin: 1.5rem 0 .25rem; }
-p { max-width: 44rem; } .soft, caption, figcaption { color: var(--soft); font-size: .9rem; }
+p { max-width: 44rem; } .soft, figcaption { color: var(--soft); font-size: .9rem; }
 code { background: var(--band); padding: .1em .3em; border-radius: .25em; overflow-wrap: anywhere; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-caption { text-align: left; padding-bottom: .5rem; }
 th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th { font-weight: 600; } .left { text-align: left; } tr.best td { font-weight: 600; background: var(--band); }
 .row { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); }
@@ -64,8 +63,8 @@ def table(
     for number, row in enumerate(rows):
         cells = "".join(element("td", text(cell), side) for cell, side in zip(row, sides, strict=True))
         lines.append(element("tr", cells, "best" if number in best else ""))
-    inside = element("caption", text(caption)) + element("tr", head) + "\n".join(lines)
-    return element("div", element("table", inside), "wide")
+    inside = element("tr", head) + "\n".join(lines)
+    return element("div", element("table", inside), "wide") + element("p", text(caption), "soft")
 
 
 def drawing(figure: "Figure", description: str) -> str:
