@@ -40,7 +40,7 @@ REPORT = "report.html"
 
 MOST = 2_000
 """Images that a task is trained on at most, the same for every method: all of the solar cells, 2,000 digits of 3,500.
-With these and two epochs the demo takes less than five minutes on two cores; the rest is as the preset says."""
+With these and two epochs the demo is meant to stay below five minutes on two cores; the rest is as the preset says."""
 CONFIG = QUICK.changed(epochs=2, size=64, resize=72)
 SHOWN = 8
 """Held-out images of each data set whose predictions are shown."""
