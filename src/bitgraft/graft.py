@@ -6,7 +6,9 @@ reads a weight after the call (activation checkpointing, for one) still finds th
 
 import copy
 import threading
+import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ class Graft:
         self.task = task
         self._lock = threading.Lock()
         self._mode: tuple[bool, bool, bool] | None = None
+        self._pinned = False
         self._grad = False
         self._revision = -1
         self._backbone: list[Tensor] = []
@@ -56,6 +59,7 @@ class Graft:
     def pin(self) -> "Graft":
         """Let the module follow the task whoever calls it."""
         self.module.register_forward_pre_hook(lambda layer, args: self.refresh())
+        self._pinned = True
         return self
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -66,7 +70,10 @@ class Graft:
             if torch.is_grad_enabled() and self.task.learns():
                 self._stamp = None
                 self.task.lessons += 1
-                self._install(self.task.tensors())
+                self._let_go()
+                self._install(fresh := self.task.tensors())
+                if not self._pinned:
+                    self._drop_when_learned(fresh)
             elif (stamp := (self.task.lessons, *_versions(self._watched))) != self._stamp:
                 with torch.inference_mode(False), torch.no_grad():
                     self._install({name: self._held(name, t) for name, t in self.task.tensors().items()})
@@ -115,6 +122,19 @@ class Graft:
             for holder, key in self._slots[name]:
                 holder[key] = tensor
 
+    def _let_go(self) -> None:
+        """Drop the last step's weights before this one's are computed: there is room for them in the same memory."""
+        for name in self.task.transforms:
+            for holder, key in self._slots[name]:
+                holder[key] = None
+
+    def _drop_when_learned(self, tensors: dict[str, Tensor]) -> None:
+        """Let go of each weight as soon as its gradient is whole: that takes its place in memory. Nobody sees this
+        module but the network, which computes weights anew before it runs it again."""
+        for name in self.task.transforms:
+            if (tensor := tensors[name]).requires_grad and not tensor.is_leaf:
+                tensor.register_hook(partial(_drop, self._slots[name], weakref.ref(tensor)))
+
     def _held(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor as modules hold it, out of gradients' reach.
 
@@ -125,6 +145,13 @@ class Graft:
         if not isinstance(model, nn.Parameter):
             return tensor
         return nn.Parameter(tensor.detach(), requires_grad=model.requires_grad and not self._grad)
+
+
+def _drop(slots: list[Slot], held: "weakref.ref[Tensor]", grad: Tensor) -> None:
+    """Empty the slots, unless a later step has put something else there."""
+    for holder, key in slots:
+        if holder[key] is not None and holder[key] is held():
+            holder[key] = None
 
 
 def _slots(module: nn.Module, anatomy: Anatomy) -> dict[str, list[Slot]]:
