@@ -273,7 +273,7 @@ def test_many_threads_saving_and_reading_one_path_never_see_half_a_file(tmp_path
         try:
             for _ in range(15):
                 files.write_atomically(tmp_path / "t", version)
-                seen.append(files.read_whole(tmp_path / "t"))
+                seen.append(bytes(files.read_whole(tmp_path / "t")))
         except BaseException as failure:  # kept for the main thread, where it fails the test
             failures.append(failure)
 

@@ -83,9 +83,9 @@ def to_bytes(archive: Archive) -> bytes:
     return b"".join(_pieces(archive))
 
 
-def from_bytes(data: bytes, source: str = "the task file") -> Archive:
+def from_bytes(data: bytes | bytearray, source: str = "the task file") -> Archive:
     """Read and check a file's bytes. Whatever is wrong is an `ArchiveError` that says what."""
-    about, tensors = container.decode(data, source)
+    about, tensors = container.decode(data if isinstance(data, bytearray) else bytearray(data), source)
     card, shapes = read_card(about, source), read_shapes(about, source)
     read = Archive(card, about["backbone"], about["head_layer"], shapes, about["metrics"], tensors)
     _check_parts(read, source)

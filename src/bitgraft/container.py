@@ -8,10 +8,11 @@ import json
 import math
 import re
 import struct
+import sys
 from collections.abc import Mapping
 from typing import Any
 
-import safetensors.torch
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +34,7 @@ DTYPES = {
     torch.float32: "F32",
     torch.float64: "F64",
 }
+KINDS = {name: dtype for dtype, name in DTYPES.items()} | {"F16": torch.float16, "BF16": torch.bfloat16}  # to refuse
 
 
 def encode(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> list[bytes | memoryview]:
@@ -58,8 +60,8 @@ def encode(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> list[byte
     return [CHECKSUM.sub(digest.hexdigest().encode(), top, count=1), *pieces]
 
 
-def decode(data: bytes, source: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Metadata and tensors, checked against the checksum; a file that is not whole is refused."""
+def decode(data: bytearray, source: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Metadata and tensors, which stay where they are in `data`, checked against the checksum."""
     header, about = _header(data, source)
     if type(about.get("format")) is not int or about["format"] < 1:
         raise CorruptError(f"{source} states no format that bitgraft knows: it is damaged, or not a task file")
@@ -73,8 +75,8 @@ def decode(data: bytes, source: str) -> tuple[dict[str, Any], dict[str, Tensor]]
     if too_deep(about) or set(header["__metadata__"]) != {"bitgraft"}:
         raise CorruptError(f"{source} has metadata beside bitgraft's own, or nested deeper than {DEPTH}: not usable")
     try:
-        return about, safetensors.torch.load(data)
-    except Exception as cause:  # the checksum holds, so bitgraft has not written this
+        return about, _tensors(header, data)
+    except (ValueError, TypeError, LookupError, OverflowError) as cause:  # the checksum holds: not bitgraft's writing
         raise CorruptError(f"{source} is not a valid safetensors file ({cause})") from cause
 
 
@@ -109,7 +111,7 @@ def _canonical(value: Any, sort: bool) -> str:
     return json.dumps(value, sort_keys=sort, separators=(",", ":"), allow_nan=False)
 
 
-def _header(data: bytes, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _header(data: bytearray, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The safetensors header and bitgraft's part of it, without trusting anything about them."""
     if not data:
         raise CorruptError(f"{source} is empty; get a fresh copy")
@@ -146,7 +148,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def _refuse_cut(header: Mapping[str, Any], data: bytes, source: str) -> None:
+def _refuse_cut(header: Mapping[str, Any], data: bytearray, source: str) -> None:
     (size,) = struct.unpack_from("<Q", data)
     try:
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
@@ -157,7 +159,37 @@ def _refuse_cut(header: Mapping[str, Any], data: bytes, source: str) -> None:
         raise CorruptError(f"{source} is truncated: {len(data)} of {whole} bytes are here; get a fresh copy")
 
 
-def _digest(data: bytes) -> str:
+def _tensors(header: Mapping[str, Any], data: bytearray) -> dict[str, Tensor]:
+    """The tensors, all in one stretch of memory: a resident task costs what its file takes."""
+    (size,) = struct.unpack_from("<Q", data)
+    start, reached, found = 8 + size, 0, {}
+    room = len(data) - start
+    entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
+    for name, entry in sorted(entries, key=lambda pair: tuple(pair[1]["data_offsets"])):
+        dtype, shape, (begin, end) = KINDS[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        if type(begin) is not int or type(end) is not int or begin != reached or len(entry) != 3:
+            raise ValueError(f"{name!r} does not begin where the tensor before it ends")
+        if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+            raise ValueError(f"{name!r} has no shape")
+        if (count := math.prod(shape)) * dtype.itemsize != end - begin or end > room:
+            raise ValueError(f"{name!r} does not take the bytes that its shape and dtype give")
+        found[name], reached = _in_place(data, dtype, count, start + begin).view(shape), end
+    if reached != room:
+        raise ValueError("there are bytes behind the last tensor")
+    return found
+
+
+def _in_place(data: bytearray, dtype: torch.dtype, count: int, begin: int) -> Tensor:
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    if begin % dtype.itemsize or sys.byteorder != "little":  # bitgraft's own files are aligned
+        kind = np.dtype(str(dtype).removeprefix("torch.")).newbyteorder("<")
+        values = np.frombuffer(data, kind, count, begin)
+        return torch.from_numpy(values.astype(kind.newbyteorder("=")))
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=begin)
+
+
+def _digest(data: bytearray) -> str:
     """SHA-256 of the file with the checksum's own 64 digits set to 0."""
     (size,) = struct.unpack_from("<Q", data)
     found, view, digest = CHECKSUM.search(data, 8, 8 + size), memoryview(data), hashlib.sha256()

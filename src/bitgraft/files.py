@@ -39,12 +39,20 @@ def write_atomically(path: str | Path, *chunks: bytes | memoryview) -> None:
     _flush_folder(target.parent)
 
 
-def read_whole(path: str | Path) -> bytes:
-    """A file's bytes. Only of a plain file: reading a pipe or a device might never end."""
+def read_whole(path: str | Path) -> bytearray:
+    """A file's bytes, to be used where they are. Only of a plain file: reading a pipe or a device might never end."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ArchiveError(f"cannot read {path}: it is {_kind(Path(path))}; give the name of a file")
-        return Path(path).read_bytes()
+        with open(path, "rb", buffering=0) as file:
+            room = bytearray(os.fstat(file.fileno()).st_size)
+            view, read = memoryview(room), 0
+            while (got := file.readinto(view[read:])) and (read := read + got) < len(view):
+                pass
+            view.release()
+            del room[read:]  # somebody cut the file meanwhile, or made it longer
+            rest = file.read()
+            return room + rest if rest else room
     except (OSError, ValueError) as cause:
         if isinstance(cause, ArchiveError):
             raise

@@ -27,7 +27,7 @@ def revive(archive: Archive, anatomy: Anatomy, before: Mapping[str, Transform], 
         transforms[name] = _fill(blank, name, anatomy.tensor(name), parts.get(name, {}))
     _check_owned(card, anatomy, owned, options)
     _check_classes(archive, anatomy)
-    counters = {n: anatomy.tensor(n) for n in anatomy.places if n.endswith(COUNTER)}
+    counters = {n: anatomy.tensor(n).clone() for n in anatomy.places if n.endswith(COUNTER)}
     whole = owned | {n: t for n, t in counters.items() if n.replace(COUNTER, "running_mean") in owned}
     held = {n: _like(anatomy.tensor(n), whole[n]) for n in anatomy.places if n in whole}
     task = Task(card, anatomy, transforms, held, _revive_head(archive, anatomy, head)).freeze()
@@ -68,7 +68,8 @@ def _blank_transform(
 
 
 def _fill(blank: Transform, name: str, weight: Tensor, parts: Mapping[str, Tensor]) -> Transform:
-    counters = {part: torch.zeros_like(t) for part, t in blank.named_buffers() if part.endswith(COUNTER)}
+    buffers = blank.named_buffers() if blank.tail is not None else ()
+    counters = {part: torch.zeros_like(t) for part, t in buffers if part.endswith(COUNTER)}
     for part, tensor in parts.items():
         kind = "nothing" if part in counters else torch.uint8 if part in PACKED else torch.float32
         if tensor.dtype != kind:
@@ -121,9 +122,12 @@ def _check_fit(card: Card, name: str, tensor: Tensor, model: Tensor, outputs: in
 
 
 def _like(model: Tensor, tensor: Tensor) -> Tensor:
-    """On the backbone's device; statistics in its dtype; in its memory format, since that decides the last bits."""
+    """On the backbone's device; statistics in its dtype; in its memory format, since that decides the last bits.
+
+    Where nothing is to be changed, it stays in the memory that the file was read into.
+    """
     learned = isinstance(model, nn.Parameter)
-    placed = tensor.detach().to(model.device, tensor.dtype if learned else model.dtype, copy=True)
+    placed = tensor.to(model.device, tensor.dtype if learned else model.dtype)
     if placed.shape == model.shape and placed.stride() != model.stride():
         placed = torch.empty_like(model, dtype=placed.dtype).copy_(placed)
     return nn.Parameter(placed, requires_grad=False) if learned else placed

@@ -134,15 +134,19 @@ class Masked(Transform):
     constants: Tensor
     packed: Tensor | None
 
-    def __init__(self, weight: Weight, rule: MaskRule, scores: Tensor) -> None:
+    def __init__(self, weight: Weight, rule: MaskRule, scores: Tensor | None) -> None:
         super().__init__()
         self.weight, self.rule = weight, rule
-        self.scores = nn.Parameter(scores)
+        self.centred = False
+        self._kept = tuple(index for index in rule.learned if index != 1)
+        if scores is None:  # `restore` will bring the values
+            size, channels = packed_size(weight.shape.numel()), (weight.outputs,) if rule.per_channel else ()
+            self._hold(torch.empty(size, dtype=torch.uint8), torch.empty(4, *channels))
+            return
         k = torch.tensor([START[i] if v is None else v for i, v in enumerate(rule.fixed)], device=scores.device)
         if rule.per_channel:
             k = k[:, None].repeat(1, weight.outputs)
-        self.centred = False
-        self._kept = tuple(index for index in rule.learned if index != 1)
+        self.scores = nn.Parameter(scores)
         self.k = nn.Parameter(k[list(self._kept)]) if self._kept else None
         self.shift = nn.Parameter(k[1].clone()) if 1 in rule.learned else None
         self.register_buffer("constants", k)
@@ -204,5 +208,5 @@ class Masked(Transform):
         self._hold(parts["mask"], parts["k"])
 
     def _hold(self, mask: Tensor, k: Tensor) -> None:
-        self.packed, self.constants = mask, k
-        self.scores = self.k = self.shift = None
+        self._parameters.update(scores=None, k=None, shift=None)
+        self._buffers.update(packed=mask, constants=k)

@@ -66,7 +66,8 @@ def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
 def masked(
     weight: Weight, tensor: Tensor, options: MaskOptions, rng: torch.Generator | None, before: Transform | None
 ) -> Masked:
-    return Masked(weight, options.rule(weight), uniform(weight.shape, *options.init, rng, tensor))
+    scores = uniform(weight.shape, *options.init, rng, tensor) if rng is not None else None
+    return Masked(weight, options.rule(weight), scores)
 
 
 FULL = register_method(
