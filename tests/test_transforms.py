@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from bitgraft.affine import affine, strided_like
 from bitgraft.errors import CorruptError
 from bitgraft.methods import registry
-from bitgraft.methods.masked import MaskOptions
-from bitgraft.affine import affine, strided_like
+from bitgraft.methods.masked import MaskOptions, masked
 from bitgraft.transforms import Masked, Transform, Weight
 
 torch.manual_seed(0)
@@ -71,6 +71,12 @@ def transform(weight: Weight, tensor: torch.Tensor, k=LEARNED, seed: int = 0, **
         if parameter is not None:
             parameter.data = torch.randn(parameter.shape, generator=rng)
     return made
+
+
+def fresh(weight: Weight, tensor: torch.Tensor, k, **options) -> Masked:
+    """A transform that has learned nothing yet."""
+    chosen = MaskOptions(**dict(zip(("k0", "k1", "k2", "k3"), k, strict=True)), **options)
+    return masked(weight, tensor, chosen, torch.Generator().manual_seed(0), None)
 
 
 def gradients(made: Masked) -> torch.Tensor:
@@ -354,29 +360,45 @@ def test_a_transform_without_an_equation_says_so():
 
 
 @pytest.mark.parametrize("per", PER)
-@pytest.mark.parametrize(
-    "k", [LEARNED, (1.0, "learn", "learn", 0.0), (0.0, "learn", 0.0, 1.0), (1.0, 0.0, "learn", 0.0)]
-)
-def test_centred_coordinates_are_the_same_weights_and_move_apart(k, per):
-    layer = nn.Conv2d(3, 4, 3)
+@pytest.mark.parametrize("k", [LEARNED, (1.0, "learn", "learn", 0.0)])
+def test_spread_out_a_mask_is_half_set_and_each_weight_moves_by_half_of_k2(k, per):
+    layer = nn.Conv2d(30, 40, 3)
     weight, tensor = describe(layer), layer.weight.detach()
-    made = transform(weight, tensor, k, per=per)
-    plain = made(tensor).detach()
-    made.centre(True)
-    assert torch.allclose(made(tensor).detach(), plain, atol=1e-6)
-    made.centre(False)
-    assert torch.allclose(made(tensor).detach(), plain, atol=1e-6)
-    if (
-        k[1] == k[2] == "learn"
-    ):  # a step of k2 leaves the layer's mean weight where it is, but for masks that are not half
-        made.scores.data = (
-            torch.ones(weight.shape).flatten().index_fill_(0, torch.arange(0, 108, 2), -1.0).view(weight.shape)
-        )
-        made.centre(True)
-        before = made.values().detach()
-        made.k.data[made._kept.index(2)] += 1.0
-        after = made.values().detach()
-        assert torch.allclose(after[2] - before[2], torch.ones_like(after[2]))
-        assert torch.allclose(after[1] - before[1], torch.full_like(after[1], -0.5), atol=1e-6)
+    made = fresh(weight, tensor, k, per=per)
+    made.spread(0.1, tensor, torch.Generator().manual_seed(0))
+    unit = tensor.std()
+    moved = made(tensor).detach() - tensor
+    assert 0.45 < made.mask().float().mean() < 0.55
+    assert torch.allclose(moved.abs(), (0.05 * unit).expand_as(moved), atol=1e-7)
+    assert torch.equal(moved > 0, made.mask())
+    before = made.values().detach()
+    made.k.data[made._kept.index(2)] += (
+        1.0  # a spread further: every weight by half of it, up or down
+    )
+    after = made.values().detach()
+    assert torch.allclose(after[2] - before[2], unit.expand_as(after[2]))
+    assert torch.allclose(after[1] - before[1], (-unit / 2).expand_as(after[1]))
+    kept = made.scores.detach().clone()
+    made.spread(0.5, tensor, torch.Generator().manual_seed(1))  # it has learned something: nothing happens
+    assert torch.equal(made.scores, kept)
+    assert torch.equal(made.values(), after)
+    learned = made(tensor).detach()
     made.freeze()
     assert made.shift is None
+    assert torch.equal(made(tensor), learned)
+
+
+@pytest.mark.parametrize("k", [(0.0, "learn", 0.0, 1.0), (1.0, 0.0, "learn", 0.0), (0.0, 0.0, 0.0, 1.0)])
+def test_without_k1_and_k2_to_learn_nothing_is_spread_out(k):
+    layer = nn.Conv2d(3, 4, 3)
+    made = fresh(describe(layer), layer.weight.detach(), k)
+    before = {name: value.clone() for name, value in made.state_dict().items()}
+    made.spread(0.1, layer.weight.detach(), torch.Generator().manual_seed(0))
+    assert all(torch.equal(value, before[name]) for name, value in made.state_dict().items())
+
+
+def test_zero_weights_have_a_spread_to_begin_with():
+    layer = nn.Conv2d(8, 4, 1, bias=False)
+    made = fresh(describe(layer), torch.zeros(4, 8, 1, 1), LEARNED)
+    made.spread(0.1, torch.zeros(4, 8, 1, 1), torch.Generator().manual_seed(0))
+    assert torch.allclose(made(torch.zeros(4, 8, 1, 1)).detach().abs(), torch.full((4, 8, 1, 1), 0.05 * 0.5))

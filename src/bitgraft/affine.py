@@ -53,12 +53,14 @@ class MaskRule:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where the four k come from: constants, the learned rows among k0, k2 and k3, and k1 by itself."""
+    """Where the four k come from: constants, the learned rows among k0, k2 and k3, and k1 by itself.
+
+    With a unit, k2 is learned as a multiple of it, and k1 as what it adds to the mean of k2 M, in multiples of it, too.
+    """
 
     kept: tuple[int, ...]
     """Which of k0, k2 and k3 are learned, in the order of the rows that hold them."""
-    centred: bool
-    """k1 is `shift` less half of k2, which is the mean of k2 M."""
+    unit: float | None = None
 
     def values(self, constants: Tensor, k: Tensor | None, shift: Tensor | None) -> Tensor:
         """k0..k3, (4,) or (4, channels), constants included."""
@@ -68,15 +70,17 @@ class Coordinates:
         if k is not None:
             for row, index in enumerate(self.kept):
                 rows[index] = k[row]
+        if self.unit is not None:
+            rows[2] = rows[2] * self.unit
         if shift is not None:
-            rows[1] = shift - rows[2] / 2 if self.centred else shift
+            rows[1] = shift if self.unit is None else shift * self.unit - rows[2] / 2
         return torch.stack(rows)
 
     def gradients(self, to_values: Tensor, shifted: bool) -> tuple[Tensor | None, Tensor | None]:
         """dE/dk and dE/dshift from dE/dk0..k3."""
-        if shifted and self.centred:
+        if self.unit is not None:
             k0, k1, k2, k3 = to_values.unbind()
-            to_values = torch.stack([k0, k1, k2 - k1 / 2, k3])
+            to_values = torch.stack([k0, k1 * self.unit, (k2 - k1 / 2) * self.unit, k3])
         return to_values[list(self.kept)] if self.kept else None, to_values[1] if shifted else None
 
 

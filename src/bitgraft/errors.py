@@ -8,6 +8,7 @@
     │   └── NoFreeWeightsError PackNet has no weights left for a further task
     ├── TrainingError          training cannot start, or cannot go on
     ├── StoreError             a folder is no store, or of another backbone
+    ├── SuiteError             a benchmark's suite says something that cannot be run
     ├── FigureError            a figure cannot be drawn or written
     ├── DataError              images, labels or splits are missing, unreadable or do not fit together
     └── ArchiveError           a task file is refused
@@ -55,6 +56,10 @@ class DataError(BitgraftError, ValueError):
 
 
 class StoreError(BitgraftError, ValueError):
+    pass
+
+
+class SuiteError(BitgraftError, ValueError):
     pass
 
 

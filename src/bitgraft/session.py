@@ -3,7 +3,7 @@
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,10 @@ class Request:
     skip_bad: bool = False
     checkpoint_every: float = 60.0
     """Seconds between checkpoints within an epoch; each epoch ends with one."""
+    root: Path | None = None
+    """Where relative folders of data start."""
+    both: bool = False
+    """Try the epoch that validation would choose on the test images, too."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,10 @@ class Outcome:
     history: list[dict[str, Any]]
     test: dict[str, float] | None
     skipped: list[tuple[Path, str]]
+    best: dict[str, Any] | None = None
+    """The record of the epoch that validation would choose."""
+    best_test: dict[str, float] | None = None
+    """How that epoch does on the test images, where the request asks for both."""
 
 
 def open_store(folder: str | Path, backbone: Backbone | None) -> tuple[Store, Network]:
@@ -78,7 +86,7 @@ def open_store(folder: str | Path, backbone: Backbone | None) -> tuple[Store, Ne
 
 def open_request(request: Request) -> Opened:
     """Find the images, without those that cannot be read where the request says so."""
-    splits = open_data(request.data, seed=request.config.seed)
+    splits = open_data(request.data, seed=request.config.seed, root=request.root)
     return Opened(*drop_bad(splits)) if request.skip_bad else Opened(splits, [])
 
 
@@ -119,7 +127,7 @@ def train(
         if main:
             runs.settle(folder, _settings(net, request, data), request.resume)
         accelerator.wait_for_everyone()
-        with one_sentence("; mend or remove it, or pass --skip-bad-images", observers):
+        with one_sentence("; mend or remove it, or pass --skip-bad-images"):
             return _train(store, net, request, data, observers, accelerator, stop, folder)
 
 
@@ -135,7 +143,7 @@ def _train(
 ) -> Outcome:
     config, splits, main = request.config, data.splits, accelerator.is_main_process
     torch.manual_seed(config.seed)  # dropout and the like
-    preprocessing = _preprocessing(net, config)
+    preprocessing = preprocessing_for(net, config)
     _add_task(store, net, request, splits.classes, preprocessing)
     flip = splits.flip if config.flip is None else config.flip
     watching = [JsonLines(folder / runs.METRICS), *observers] if main else list(observers)
@@ -153,18 +161,32 @@ def _train(
         checkpoint_every=request.checkpoint_every,
         stop=stop,
     )
-    tested = None
+    task, path = net.tasks[request.task], store.path(request.task)
+    tested = best_tested = None
     if data.tested:
         held_out = ImageDataset(data.tested, preprocessing)
-        tested = score(net, request.task, held_out, batch=4 * config.batch, workers=request.workers)
-    task, path = net.tasks[request.task], store.path(request.task)
+        tested = best_tested = score(net, request.task, held_out, batch=4 * config.batch, workers=request.workers)
+        if request.both and result.best_tasks and result.best != result.history[-1]:
+            with other_values(task, result.best_tasks[request.task]):
+                best_tested = score(net, request.task, held_out, batch=4 * config.batch, workers=request.workers)
     task.metrics = {**task.metrics, **({"test": tested} if tested else {})}
     task.freeze()
     if main:
         net.save_task(request.task, path)
         runs.done(folder)
     accelerator.wait_for_everyone()
-    return Outcome(task, path, result.history, tested, data.skipped)
+    return Outcome(task, path, result.history, tested, data.skipped, result.best, best_tested)
+
+
+@contextlib.contextmanager
+def other_values(task: Task, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """A task as it was at another time, for as long as it takes to try it."""
+    now = {name: tensor.clone() for name, tensor in task.state_dict().items()}
+    task.load_state_dict(dict(values))
+    try:
+        yield
+    finally:
+        task.load_state_dict(now)
 
 
 def _add_task(
@@ -200,8 +222,8 @@ def _settings(net: Network, request: Request, data: Opened) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def one_sentence(remedy: str = "", observers: Sequence[Observer] = ()) -> Iterator[None]:
-    """Faults that came through a loader's worker as a traceback, as one sentence; observers end in any case."""
+def one_sentence(remedy: str = "") -> Iterator[None]:
+    """Faults that came through a loader's worker as a traceback, as one sentence."""
     try:
         yield
     except DataError as fault:
@@ -212,13 +234,13 @@ def one_sentence(remedy: str = "", observers: Sequence[Observer] = ()) -> Iterat
             first = str(fault).partition("\n")[0]
             raise TrainingError(f"a process that loads images ended ({first}): try --workers 0") from fault
         raise
-    finally:
-        for observer in observers:
-            observer.end()
 
 
-def _preprocessing(net: Network, config: Config) -> Preprocessing:
+def preprocessing_for(net: Network, config: Config) -> Preprocessing:
+    """The backbone's own, at the size that the settings ask for."""
     stated = Preprocessing.from_dict(stated_preprocessing(net.backbone))
+    if config.squash:
+        stated = replace(stated, crop="squash")
     if config.size is None and config.resize is None:
         return stated
     return stated.at(config.size or stated.size, config.resize)

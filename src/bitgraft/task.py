@@ -130,11 +130,13 @@ class Task(nn.Module):
         ]
         return 32 * sum(kept) + sum(t.bits(statistics=statistics) for t in self.transforms.values())
 
-    def centre(self, on: bool) -> None:
-        """Learn masks in centred coordinates, or not (`Masked.centre`). Outputs stay the same."""
-        for transform in self.transforms.values():
+    def spread(self, share: float, seed: int) -> None:
+        """Let masks that have learned nothing yet begin with half of their bits set (`Masked.spread`)."""
+        rng = torch.Generator().manual_seed(seed)
+        for name, transform in self.transforms.items():
             if isinstance(transform, Masked):
-                transform.centre(on)
+                transform.spread(share, self.anatomy.tensor(name).detach(), rng)
+        self.revision += 1
 
     def share(self, names: Iterable[str]) -> None:
         """Let gradients reach these tensors of the backbone, and no others."""

@@ -124,8 +124,7 @@ class Masked(Transform):
     """W~ = k0 W + k1 1 + k2 M + k3 W∘M with M = 1[R >= threshold] (the paper, equation 2).
 
     While it learns it holds R (`scores`) and the learned k, with k1 apart (`shift`); frozen, it holds M packed to bits
-    and all four k. Centred, it learns what `shift` adds to the mean of k2 M rather than k1 itself: the same W~ in other
-    coordinates, in which a step of k2 does not move all weights of a layer the same way.
+    and all four k. It begins where W~ = W with all of the mask set, as the paper has it, or spread out (`spread`).
     """
 
     scores: nn.Parameter | None
@@ -137,7 +136,7 @@ class Masked(Transform):
     def __init__(self, weight: Weight, rule: MaskRule, scores: Tensor | None) -> None:
         super().__init__()
         self.weight, self.rule = weight, rule
-        self.centred = False
+        self.unit: float | None = None
         self._kept = tuple(index for index in rule.learned if index != 1)
         if scores is None:  # `restore` will bring the values
             size, channels = packed_size(weight.shape.numel()), (weight.outputs,) if rule.per_channel else ()
@@ -170,15 +169,30 @@ class Masked(Transform):
         return self._coordinates().values(self.constants, self.k, self.shift)
 
     def _coordinates(self) -> Coordinates:
-        return Coordinates(self._kept, self.centred)
+        return Coordinates(self._kept, self.unit)
 
     @torch.no_grad()
-    def centre(self, on: bool) -> None:
-        """Learn in centred coordinates, or not. W~ stays what it is."""
-        if self.shift is not None and on != self.centred:
-            half = self.values()[2] / 2
-            self.shift.add_(half if on else -half)
-        self.centred = on
+    def spread(self, share: float, weight: Tensor, rng: torch.Generator) -> None:
+        """Begin with half of the mask set, at random, and k2 a share of the weights' own spread: W~ = W ± k2/2.
+
+        From the paper's start, where k2 = 0, a bit's meaning changes whenever k2 changes its sign, and what R has
+        gathered until then is lost. Here a bit means the same from the first step on, and the noise is too little to
+        hurt. Nothing happens where something has been learned already, or where k1 or k2 is a constant.
+        """
+        if self.scores is None or self.shift is None or 2 not in self._kept or not self._is_at_start():
+            return
+        assert self.k is not None
+        unit = float(weight.float().std())
+        fan_in = weight[0].numel()
+        self.unit = unit if unit > 0 else (2 / fan_in) ** 0.5  # a layer that begins with zeros: as it might have begun
+        self.k[self._kept.index(2)] = share
+        reach = self.scores.abs().max()
+        self.scores.copy_((2 * torch.rand(self.weight.shape, generator=rng) - 1).to(self.scores.device) * reach)
+
+    def _is_at_start(self) -> bool:
+        start = self.values().new_tensor(START)
+        learned = self.rule.learned
+        return self.unit is None and bool((self.values().view(4, -1)[learned] == start[learned, None]).all())
 
     def role(self, parameter: str) -> str:
         return parameter

@@ -8,7 +8,21 @@ from typing import Annotated
 import typer
 
 from bitgraft import __version__
-from bitgraft.cli import anatomy, demo, evaluate, export, inspect, methods, params, predict, report, score, tasks, train
+from bitgraft.cli import (
+    anatomy,
+    bench,
+    demo,
+    evaluate,
+    export,
+    inspect,
+    methods,
+    params,
+    predict,
+    report,
+    score,
+    tasks,
+    train,
+)
 from bitgraft.cli.output import CLOSED_PIPE, FAILURE, INTERRUPTED, USAGE
 from bitgraft.errors import BitgraftError, UnknownBackboneError
 
@@ -47,6 +61,7 @@ app.command(epilog=anatomy.TRY)(anatomy.anatomy)
 app.command(epilog=inspect.TRY)(inspect.inspect)
 app.command(epilog=params.TRY)(params.params)
 app.command(epilog=methods.TRY)(methods.methods)
+app.command(epilog=bench.TRY)(bench.bench)
 app.command(epilog=score.TRY)(score.score)
 app.command(epilog=report.TRY)(report.report)
 

@@ -33,14 +33,14 @@ class Precision(StrEnum):
     fp16 = "fp16"
 
 
-def settled(preset: str, changes: Mapping[str, Any]) -> "Config":
-    """The preset with what was given in place of its own; what was not given is None."""
+def settled(preset: str, method: str, changes: Mapping[str, Any]) -> "Config":
+    """The preset as it is for the method, with what was given in place of its own; what was not given is None."""
     from bitgraft.errors import TrainingError
     from bitgraft.training.config import preset as find_preset
 
     given = {key: value for key, value in changes.items() if value is not None}
     try:
-        return find_preset(preset).changed(
+        return find_preset(preset, method).changed(
             **{key: value.value if isinstance(value, StrEnum) else value for key, value in given.items()}
         )
     except TrainingError as fault:

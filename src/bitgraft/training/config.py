@@ -15,6 +15,8 @@ class Config:
     """Rates and optimisers go by role: R (`scores`), `k`, k1 (`shift`), `norms`, `head`, and `weights` for the rest."""
 
     epochs: int = 30
+    steps: int | None = None
+    """In place of epochs: as many as come nearest to so many steps, and at least one."""
     batch: int = 32
     """Images per optimiser step, over all processes."""
     accumulate: int = 1
@@ -32,8 +34,8 @@ class Config:
     """Epochs over which rates rise from zero."""
     label_smoothing: float = 0.0
     class_weights: Literal["balanced"] | tuple[float, ...] | None = None
-    centred: bool = False
-    """Learn k1 as what it adds to the mean of k2 M: the same W~ in coordinates that a short run gets on with."""
+    spread: float = 0.0
+    """Masks begin with half of their bits set and k2 at this share of a layer's spread; 0 is the paper's start."""
     statistics: Literal["batch", "kept"] = "batch"
     """What a task's own norm layers normalise by in training: the batch, or running statistics that stay as they are
     (small images and batches make for poor statistics)."""
@@ -48,6 +50,8 @@ class Config:
     resize: int | None = None
     """Pixels of the shorter side before the crop."""
     crop: Literal["random", "random-resized", "none"] = "random"
+    squash: bool = False
+    """Fit the whole image in, out of proportion, where otherwise the shorter side fills the frame."""
     flip: bool | None = None
     """Mirror images at random; by default as the data set allows."""
     seed: int = 0
@@ -70,6 +74,8 @@ class Config:
     def changed(self, **changes: Any) -> "Config":
         """A copy with some fields set; mappings by role take in what is given and keep the rest."""
         known = {f.name for f in fields(self)}
+        if "epochs" in changes:
+            changes = {"steps": None, **changes}
         for name, value in changes.items():
             if name not in known:
                 close = difflib.get_close_matches(name, known, 1)
@@ -79,6 +85,9 @@ class Config:
             if isinstance(value, Mapping):
                 changes[name] = {**getattr(self, name), **value}
         return replace(self, **changes)
+
+    def epochs_of(self, steps_per_epoch: int) -> int:
+        return self.epochs if self.steps is None else max(1, round(self.steps / steps_per_epoch))
 
 
 IMAGENET_TO_SKETCH = Config(size=224, crop="random-resized")
@@ -91,14 +100,17 @@ QUICK = Config(
     schedule="cosine",
     drop_after=None,
     warmup=1.0,
-    centred=True,
+    spread=0.1,
     statistics="kept",
     head_start=True,
 )
+BY_METHOD: Mapping[tuple[str, str], Mapping[str, Any]] = {}
+"""(preset, method) -> what that method has otherwise; docs/results/quick.md has the grid it was chosen from."""
 PRESETS = {"quick": QUICK, "imagenet-to-sketch": IMAGENET_TO_SKETCH, "decathlon": DECATHLON}
 
 
-def preset(name: str) -> Config:
+def preset(name: str, method: str = "full") -> Config:
+    """A protocol by its name, with the method's own rates where the protocol has some."""
     if name not in PRESETS:
         raise TrainingError(f"there is no preset {name!r}; known are {', '.join(PRESETS)}")
-    return PRESETS[name]
+    return PRESETS[name].changed(**BY_METHOD.get((name, method), {}))
