@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check clean
+.PHONY: demo test check bench clean
 
 demo: $(READY)
 	$(BIN)/bitgraft demo
@@ -17,6 +17,11 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# About half an hour on two idle cores; ROWS=switch,files runs some of it, ROUNDS=5 less often.
+bench: $(READY)
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e ".[bench]"
+	OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m benchmarks $(if $(ROWS),--rows $(ROWS)) $(if $(ROUNDS),--rounds $(ROUNDS))
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -38,49 +38,28 @@ def suits(*tensors: Tensor) -> bool:
 def switch(packed: Tensor, weight: Tensor, maps: Tensor) -> Tensor:
     """W~ from packed bits: weight * maps[r, 2 bit] + maps[r, 2 bit + 1], where r is the weight's row, or 0 for all."""
     out, rows = torch.empty_like(weight, requires_grad=False), maps.contiguous()
-    starts, sizes, row = _pieces(weight.numel(), len(rows))
-    pieces = _table(starts)
-    pieces[:, 0] = packed.data_ptr() + starts // 8
-    pieces[:, 1] = starts % 8
-    pieces[:, 2] = weight.data_ptr() + 4 * starts
-    pieces[:, 3] = out.data_ptr() + 4 * starts
-    pieces[:, 4] = sizes
-    pieces[:, 5] = rows.data_ptr() + 16 * row
-    _run("switch", pieces)
+    places = _places("switch", weight.numel(), len(rows))
+    _run("switch", places, packed.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0, rows.data_ptr(), 0, 0)
     return out
 
 
 def forward(scores: Tensor, threshold: float, weight: Tensor, maps: Tensor) -> Tensor:
     """W~ from R, with the bit 1[R >= threshold]."""
     out, rows, at = torch.empty_like(weight, requires_grad=False), maps.contiguous(), np.array([threshold], np.float32)
-    starts, sizes, row = _pieces(weight.numel(), len(rows))
-    pieces = _table(starts)
-    pieces[:, 0] = scores.data_ptr() + 4 * starts
-    pieces[:, 1] = at.ctypes.data
-    pieces[:, 2] = weight.data_ptr() + 4 * starts
-    pieces[:, 3] = out.data_ptr() + 4 * starts
-    pieces[:, 4] = sizes
-    pieces[:, 5] = rows.data_ptr() + 16 * row
-    _run("forward", pieces)
+    places = _places("forward", weight.numel(), len(rows))
+    one, two = scores.data_ptr(), weight.data_ptr()
+    _run("forward", places, one, at.ctypes.data, two, out.data_ptr(), 0, rows.data_ptr(), 0, 0)
     return out
 
 
 def backward(grad: Tensor, scores: Tensor, threshold: float, weight: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
     """dE/dM = dE/dW~ ∘ (k2 + k3 W), with (k2, k3) in the rows of `slopes`; and dE/dk, a row for each of those."""
     out, rows, at = torch.empty_like(grad), slopes.contiguous(), np.array([threshold], np.float32)
-    starts, sizes, row = _pieces(weight.numel(), len(rows))
-    sums: NDArray[np.float64] = np.zeros((len(starts), 4))
-    pieces = _table(starts)
-    pieces[:, 0] = scores.data_ptr() + 4 * starts
-    pieces[:, 1] = at.ctypes.data
-    pieces[:, 2] = weight.data_ptr() + 4 * starts
-    pieces[:, 3] = out.data_ptr() + 4 * starts
-    pieces[:, 4] = sizes
-    pieces[:, 5] = rows.data_ptr() + 8 * row
-    pieces[:, 6] = grad.data_ptr() + 4 * starts
-    pieces[:, 7] = sums.ctypes.data + 32 * np.arange(len(starts))
-    _run("backward", pieces)
-    return out, torch.from_numpy(sums).view(len(rows), -1, 4).sum(1).float()
+    places = _places("backward", weight.numel(), len(rows))
+    sums = torch.zeros(len(places), 4, dtype=torch.float64)
+    one, two, three = scores.data_ptr(), weight.data_ptr(), rows.data_ptr()
+    _run("backward", places, one, at.ctypes.data, two, out.data_ptr(), 0, three, grad.data_ptr(), sums.data_ptr())
+    return out, sums.view(len(rows), -1, 4).sum(1).float()
 
 
 @functools.cache
@@ -105,24 +84,34 @@ def _pieces(count: int, rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]
     return starts, sizes, np.repeat(np.arange(rows), len(inside))
 
 
-def _table(starts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Room for the pieces, as a view behind the counter and the number of pieces."""
-    job = np.empty(2 + 8 * len(starts), np.int64)
-    job[0], job[1] = 0, len(starts)
-    return job[2:].reshape(-1, 8)
-
-
-def _run(name: str, pieces: NDArray[np.int64]) -> None:
-    function = getattr(native(), name)
-    job = pieces.ctypes.data - 16
-    threads = 1 if _forked else min(torch.get_num_threads(), len(pieces))
-    if threads == 1:
-        function.ctypes(job)
-    elif (team := _team()) is not None:
-        team(function.address, job, threads, 0)
+@functools.lru_cache(maxsize=1024)
+def _places(name: str, count: int, rows: int) -> NDArray[np.int64]:
+    """The fields of each piece as `bitgraft.native` has them, counted from where the arrays begin."""
+    starts, sizes, row = _pieces(count, rows)
+    fields = np.zeros((len(starts), 8), np.int64)
+    fields[:, 2] = fields[:, 3] = 4 * starts
+    fields[:, 4] = sizes
+    if name == "switch":
+        fields[:, 0], fields[:, 1], fields[:, 5] = starts // 8, starts % 8, 16 * row
     else:
-        others = [_threads().submit(function.ctypes, job) for _ in range(threads - 1)]
-        function.ctypes(job)
+        fields[:, 0], fields[:, 5] = 4 * starts, (16 if name == "forward" else 8) * row
+        fields[:, 6], fields[:, 7] = 4 * starts, 32 * np.arange(len(starts))
+    return fields
+
+
+def _run(name: str, places: NDArray[np.int64], *begins: int) -> None:
+    job = np.empty(2 + places.size, np.int64)
+    job[0], job[1] = 0, len(places)  # the counter, and up to where
+    np.add(places, begins, out=job[2:].reshape(places.shape))
+    function, address = getattr(native(), name), job.ctypes.data
+    threads = 1 if _forked else min(torch.get_num_threads(), len(places))
+    if threads == 1:
+        function.ctypes(address)
+    elif (team := _team()) is not None:
+        team(function.address, address, threads, 0)
+    else:
+        others = [_threads().submit(function.ctypes, address) for _ in range(threads - 1)]
+        function.ctypes(address)
         for other in others:
             other.result()
 

@@ -1,0 +1,105 @@
+"""One side of a comparison of training steps: `python -m benchmarks.side METHOD NETWORK BATCH`, a process of its own.
+
+It answers each line on its standard input with one number: "go" runs a step and gives its seconds.
+"""
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+
+import timm
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks import opposition
+
+CLASSES, PIXELS = 10, 64
+
+
+def build(network: str) -> nn.Module:
+    torch.manual_seed(0)
+    if network.startswith("wrn"):
+        from bitgraft.backbones import wide_resnet
+
+        return wide_resnet(28, int(network.removeprefix("wrn")), CLASSES)
+    return timm.create_model(network, num_classes=CLASSES)
+
+
+def step_of(method: str, network: str, batch: int) -> Callable[[], None]:
+    """A training step: forward, loss, backward, optimisers; all sides with the same settings of the same optimisers."""
+    model = build(network)
+    images = torch.randn(batch, 3, PIXELS, PIXELS).contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(0, CLASSES, (batch,))
+    if method in ("finetune", "piggyback", "lora"):
+        if method == "lora":
+            model, learned = opposition.lora(model)
+        elif method == "piggyback":
+            learned = opposition.piggyback(model)
+        else:
+            learned = [(opposition.role(name), p) for name, p in model.named_parameters()]
+        model.train()
+        optimizers = plain_optimizers(learned)
+
+        def step() -> None:
+            (F.cross_entropy(model(images), labels, reduction="sum") / batch).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+
+        return step
+    return ours(model, method, images, labels)
+
+
+def plain_optimizers(learned: opposition.Roles) -> list[torch.optim.Optimizer]:
+    """What `bitgraft.training` has by default, in torch alone: fused Adam, and SGD for the head."""
+    held = list(learned)
+    return [
+        torch.optim.AdamW([p for r, p in held if r != "head"], lr=1e-4, weight_decay=0.0, fused=True),
+        torch.optim.SGD([p for r, p in held if r == "head"], lr=1e-3, momentum=0.9, fused=True),
+    ]
+
+
+def ours(model: nn.Module, method: str, images: torch.Tensor, labels: torch.Tensor) -> Callable[[], None]:
+    """The parts that `bitgraft.fit` puts together, as it does."""
+    import bitgraft
+    from bitgraft.methods.registry import Phase
+    from bitgraft.training import optimisers
+    from bitgraft.training.config import Config
+    from bitgraft.training.learner import Learner, Objective
+
+    net = bitgraft.Network(model)
+    task = net.add_task("task", classes=CLASSES, method=method)
+    learner, objective = Learner(net, [task]), Objective([task])
+    optimizers = optimisers.build(task.roles(), Config(), Phase())
+    task.train()
+
+    def step() -> None:
+        loss = objective("task", learner(images, "task"), labels)
+        (loss * (1 / len(labels))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+    return step
+
+
+def main(method: str, network: str, batch: str) -> None:
+    step = step_of(method, network, int(batch))
+    for line in sys.stdin:
+        answer = 0.0
+        if line.strip() == "go":
+            start = time.perf_counter()
+            step()
+            answer = time.perf_counter() - start
+        elif line.strip() == "peak":
+            answer = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
