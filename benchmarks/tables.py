@@ -1,0 +1,50 @@
+"""`python -m benchmarks.tables`: puts what `make bench` wrote into docs/performance.md and README.md, between marks.
+
+Tables stand between `<!-- bench:rows -->` or `<!-- bench:NAME -->` (NAME a table of growth) and `<!-- /bench -->`.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+FILES = ("docs/performance.md", "README.md")
+RESULTS = Path("benchmarks/results.json")
+
+
+def rows(results: dict[str, Any]) -> str:
+    lines = ["| what | against | to reach | measured (middle half) | |", "|---|---|---|---|---|"]
+    for row in results["rows"]:
+        low, high = row["spread"]
+        verdict = {True: "reached", False: "**falls short**", None: ""}[row["reached"]]
+        limit = f"{row['limit']:g}" if row["limit"] is not None else ""
+        middle = f" ({low:.2f} to {high:.2f})" if row["rounds"] > 1 else ""
+        lines.append(f"| {row['what']} | {row['against']} | {limit} | {row['median']:.3f}{middle} | {verdict} |")
+    stated = f"`make bench` on {results['machine']}, torch {results['torch']}, {results['date']}; times the other side."
+    return "\n".join([*lines, "", stated])
+
+
+def growth(table: list[dict[str, Any]]) -> str:
+    lines = ["| " + " | ".join(name.replace("_", " ") for name in table[0]) + " |", "|---" * len(table[0]) + "|"]
+    for entry in table:
+        shown = (f"{value:.3g}" if isinstance(value, float) else str(value) for value in entry.values())
+        lines.append("| " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+def fill(text: str, results: dict[str, Any]) -> str:
+    def replaced(found: re.Match[str]) -> str:
+        name = found[1]
+        if name != "rows" and name not in results["tables"]:
+            return found[0]
+        table = rows(results) if name == "rows" else growth(results["tables"][name])
+        return f"<!-- bench:{name} -->\n{table}\n<!-- /bench -->"
+
+    return re.sub(r"<!-- bench:(\w+) -->\n.*?<!-- /bench -->", replaced, text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    measured = json.loads(RESULTS.read_text())
+    for name in FILES:
+        path = Path(name)
+        path.write_text(fill(path.read_text(), measured))
