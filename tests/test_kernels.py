@@ -120,10 +120,10 @@ LAYERS = [nn.Conv2d(4, 6, 3), nn.Conv2d(4, 6, 3, groups=2), nn.Linear(7, 5), nn.
 @pytest.mark.parametrize(
     "k", [("learn",) * 4, (1.0, "learn", "learn", 0.0), (0.0, 0.0, 0.0, 1.0), (1.0, 0.5, "learn", 2.0)]
 )
-@pytest.mark.parametrize("unit", [None, 0.3])
+@pytest.mark.parametrize("follows", [False, True])
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
 def test_a_layer_learns_the_same_with_and_without_the_compiled_loops(
-    layer, per, surrogate, k, unit, memory, monkeypatch
+    layer, per, surrogate, k, follows, memory, monkeypatch
 ):
     tensor = layer.weight.detach()
     tensor = tensor.to(memory_format=memory) if tensor.dim() == 4 else tensor
@@ -134,7 +134,7 @@ def test_a_layer_learns_the_same_with_and_without_the_compiled_loops(
     results = []
     for fast in (True, False):
         monkeypatch.setattr(kernels, "SMALL", 0 if fast else 1 << 40)
-        made = build(weight, options.rule(weight), tensor, unit)
+        made = build(weight, options.rule(weight), tensor, follows)
         learning = made(tensor)
         assert learning.stride() == tensor.stride()
         learning.backward(upstream)
@@ -150,10 +150,10 @@ def test_a_layer_learns_the_same_with_and_without_the_compiled_loops(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def build(weight: Weight, rule: MaskRule, tensor: torch.Tensor, unit: float | None) -> Masked:
+def build(weight: Weight, rule: MaskRule, tensor: torch.Tensor, follows: bool) -> Masked:
     rng = torch.Generator().manual_seed(3)
     made = Masked(weight, rule, torch.empty_like(tensor).copy_(torch.randn(tensor.shape, generator=rng)))
-    made.unit = unit if rule.fixed[1] is rule.fixed[2] is None else None  # as `spread` has it
+    made.follows = follows and rule.fixed[1] is rule.fixed[2] is None  # as `follow` has it
     for parameter in (made.k, made.shift):
         if parameter is not None:
             parameter.data = torch.randn(parameter.shape, generator=rng)

@@ -359,46 +359,72 @@ def test_a_transform_without_an_equation_says_so():
         Transform()(torch.zeros(1))
 
 
+def slow_following(made: Masked, tensor: torch.Tensor) -> torch.Tensor:
+    """W~ where k2 follows R, one output channel at a time, from the words of `Masked.follow`."""
+    k = dict(zip(made._kept, made.k.detach(), strict=True))
+    out = torch.empty_like(tensor)
+    for channel in range(len(tensor)):
+        rows = slice(channel, channel + 1) if made.rule.per_channel else slice(None)
+        one = (lambda value: value[channel]) if made.rule.per_channel else (lambda value: value)  # noqa: B023
+        size = made.scores.detach()[rows].abs().mean() * (1 + one(k[2]))
+        mask = (made.scores.detach()[channel] >= 0).float()
+        kept = tensor[channel] * (one(k[0]) if 0 in k else 1) + one(k[3]) * tensor[channel] * mask
+        out[channel] = kept + one(made.shift.detach()) + size * (2 * mask - 1)
+    return out
+
+
 @pytest.mark.parametrize("per", PER)
-@pytest.mark.parametrize("k", [LEARNED, (1.0, "learn", "learn", 0.0)])
-def test_spread_out_a_mask_is_half_set_and_each_weight_moves_by_half_of_k2(k, per):
+@pytest.mark.parametrize("k", [LEARNED, (1.0, "learn", "learn", "learn")])
+def test_k2_follows_the_scores(k, per):
     layer = nn.Conv2d(30, 40, 3)
     weight, tensor = describe(layer), layer.weight.detach()
     made = fresh(weight, tensor, k, per=per)
-    made.spread(0.1, tensor, torch.Generator().manual_seed(0))
-    unit = tensor.std()
-    moved = made(tensor).detach() - tensor
+    made.follow(1e-3, torch.Generator().manual_seed(0))
     assert 0.45 < made.mask().float().mean() < 0.55
-    assert torch.allclose(moved.abs(), (0.05 * unit).expand_as(moved), atol=1e-7)
-    assert torch.equal(moved > 0, made.mask())
-    before = made.values().detach()
-    made.k.data[made._kept.index(2)] += (
-        1.0  # a spread further: every weight by half of it, up or down
-    )
-    after = made.values().detach()
-    assert torch.allclose(after[2] - before[2], unit.expand_as(after[2]))
-    assert torch.allclose(after[1] - before[1], (-unit / 2).expand_as(after[1]))
-    kept = made.scores.detach().clone()
-    made.spread(0.5, tensor, torch.Generator().manual_seed(1))  # it has learned something: nothing happens
-    assert torch.equal(made.scores, kept)
-    assert torch.equal(made.values(), after)
+    assert torch.allclose(made(tensor), slow_following(made, tensor), atol=1e-7)
+    assert torch.allclose((made(tensor).detach() - tensor).abs().mean(), torch.tensor(5e-4), rtol=0.05)
+    rng = torch.Generator().manual_seed(1)
+    for parameter in (made.scores, made.k, made.shift):
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=rng)
     learned = made(tensor).detach()
+    assert torch.allclose(learned, slow_following(made, tensor), atol=1e-6)
+    made.follow(0.5, torch.Generator().manual_seed(1))  # it has learned something: nothing happens
+    assert torch.equal(made(tensor), learned)
     made.freeze()
     assert made.shift is None
     assert torch.equal(made(tensor), learned)
 
 
+@pytest.mark.parametrize("per", PER)
+def test_gradients_where_k2_follows_the_scores(per):
+    """To k and shift those of the slow form, by autograd; to R those of M, as ever."""
+    layer = nn.Conv2d(3, 4, 3)
+    tensor, rng = layer.weight.detach(), torch.Generator().manual_seed(2)
+    made = fresh(describe(layer), tensor, LEARNED, per=per)
+    made.follow(1e-3, rng)
+    made.k.data += 0.1 * torch.randn(made.k.shape, generator=rng)
+    upstream = torch.randn(tensor.shape, generator=rng)
+    made(tensor).backward(upstream)
+    k0, kappa, k3 = (row.clone().requires_grad_() for row in made.k.detach())
+    shift = made.shift.detach().clone().requires_grad_()
+    wide = (-1, 1, 1, 1) if per == "channel" else ()
+    size = made.scores.detach().abs().mean((1, 2, 3) if per == "channel" else None)
+    mask = made.mask().float()
+    slow = k0.view(wide) * tensor + k3.view(wide) * tensor * mask + shift.view(wide)
+    slow = slow + (size * (1 + kappa)).view(wide) * (2 * mask - 1)
+    slow.backward(upstream)
+    for mine, theirs in zip(made.k.grad, (k0.grad, kappa.grad, k3.grad), strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+    assert torch.allclose(made.shift.grad, shift.grad, rtol=1e-4, atol=1e-6)
+    k2 = 2 * (size * (1 + kappa.detach())).view(wide)
+    assert torch.allclose(made.scores.grad, upstream * (k2 + k3.detach().view(wide) * tensor), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("k", [(0.0, "learn", 0.0, 1.0), (1.0, 0.0, "learn", 0.0), (0.0, 0.0, 0.0, 1.0)])
-def test_without_k1_and_k2_to_learn_nothing_is_spread_out(k):
+def test_without_k1_and_k2_to_learn_nothing_follows(k):
     layer = nn.Conv2d(3, 4, 3)
     made = fresh(describe(layer), layer.weight.detach(), k)
     before = {name: value.clone() for name, value in made.state_dict().items()}
-    made.spread(0.1, layer.weight.detach(), torch.Generator().manual_seed(0))
+    made.follow(1e-3, torch.Generator().manual_seed(0))
+    assert not made.follows
     assert all(torch.equal(value, before[name]) for name, value in made.state_dict().items())
-
-
-def test_zero_weights_have_a_spread_to_begin_with():
-    layer = nn.Conv2d(8, 4, 1, bias=False)
-    made = fresh(describe(layer), torch.zeros(4, 8, 1, 1), LEARNED)
-    made.spread(0.1, torch.zeros(4, 8, 1, 1), torch.Generator().manual_seed(0))
-    assert torch.allclose(made(torch.zeros(4, 8, 1, 1)).detach().abs(), torch.full((4, 8, 1, 1), 0.05 * 0.5))

@@ -55,33 +55,46 @@ class MaskRule:
 class Coordinates:
     """Where the four k come from: constants, the learned rows among k0, k2 and k3, and k1 by itself.
 
-    With a unit, k2 is learned as a multiple of it, and k1 as what it adds to the mean of k2 M, in multiples of it, too.
+    Where k2 follows R it is 2 mean|R| (1 + its row), and k1 is `shift` less half of k2: W~ moves by the mean size of R,
+    up or down as R's sign says.
     """
 
     kept: tuple[int, ...]
     """Which of k0, k2 and k3 are learned, in the order of the rows that hold them."""
-    unit: float | None = None
+    follows: bool = False
 
-    def values(self, constants: Tensor, k: Tensor | None, shift: Tensor | None) -> Tensor:
-        """k0..k3, (4,) or (4, channels), constants included."""
+    def values(self, constants: Tensor, k: Tensor | None, shift: Tensor | None, size: Tensor | None = None) -> Tensor:
+        """k0..k3, (4,) or (4, channels), constants included. `size` is R's mean one, where k2 follows it."""
         if k is None and shift is None:
             return constants
         rows = list(constants.unbind())
         if k is not None:
             for row, index in enumerate(self.kept):
                 rows[index] = k[row]
-        if self.unit is not None:
-            rows[2] = rows[2] * self.unit
         if shift is not None:
-            rows[1] = shift if self.unit is None else shift * self.unit - rows[2] / 2
+            rows[1] = shift
+        if size is not None:
+            half = size * (1 + rows[2])
+            rows[1], rows[2] = rows[1] - half, 2 * half
         return torch.stack(rows)
 
-    def gradients(self, to_values: Tensor, shifted: bool) -> tuple[Tensor | None, Tensor | None]:
+    def gradients(
+        self, to_values: Tensor, shifted: bool, size: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """dE/dk and dE/dshift from dE/dk0..k3."""
-        if self.unit is not None:
+        if size is not None:
             k0, k1, k2, k3 = to_values.unbind()
-            to_values = torch.stack([k0, k1 * self.unit, (k2 - k1 / 2) * self.unit, k3])
+            to_values = torch.stack([k0, k1, size * (2 * k2 - k1), k3])
         return to_values[list(self.kept)] if self.kept else None, to_values[1] if shifted else None
+
+
+def mean_size(scores: Tensor, threshold: float, channel: tuple[int, ...]) -> Tensor:
+    """How far R is from its threshold, the mean over the layer or over each channel."""
+    apart = scores if threshold == 0 else scores - threshold
+    if not channel:
+        return torch.linalg.vector_norm(apart, 1) / apart.numel()
+    sums = apart.abs().sum_to_size(channel)
+    return (sums * (sums.numel() / apart.numel())).flatten()
 
 
 def from_bits(weight: Tensor, packed: Tensor, k: Tensor, shape: torch.Size, channel: tuple[int, ...]) -> Tensor:
@@ -109,8 +122,9 @@ class LearnedAffine(torch.autograd.Function):
         coordinates: Coordinates,
         channel: tuple[int, ...],
     ) -> Tensor:
-        values = coordinates.values(constants, k, shift)
-        ctx.save_for_backward(scores, values, weight)
+        size = mean_size(scores, rule.threshold, channel) if coordinates.follows else None
+        values = coordinates.values(constants, k, shift, size)
+        ctx.save_for_backward(scores, values, weight, size)
         ctx.rule, ctx.coordinates, ctx.channel, ctx.shifted = rule, coordinates, channel, shift is not None
         if _in_rows(channel) and kernels.suits(weight, scores):
             return kernels.forward(scores, rule.threshold, weight, _maps(values))
@@ -119,7 +133,7 @@ class LearnedAffine(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        scores, values, weight = ctx.saved_tensors
+        scores, values, weight, size = ctx.saved_tensors
         rule: MaskRule = ctx.rule
         if _in_rows(ctx.channel) and grad.dtype == torch.float32 and kernels.suits(weight, scores):
             found = _fast_gradients(grad, scores, values, weight, rule)
@@ -130,7 +144,7 @@ class LearnedAffine(torch.autograd.Function):
         if to_mask is not None:
             to_scores = through_surrogate(to_mask, scores, rule.threshold, rule.surrogate).to(scores.dtype)
         if sums is not None:
-            to_k, to_shift = ctx.coordinates.gradients(sums.view_as(values).to(values.dtype), ctx.shifted)
+            to_k, to_shift = ctx.coordinates.gradients(sums.view_as(values).to(values.dtype), ctx.shifted, size)
         return to_scores, to_k, to_shift, None, None, None, None, None
 
 

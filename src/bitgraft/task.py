@@ -130,12 +130,12 @@ class Task(nn.Module):
         ]
         return 32 * sum(kept) + sum(t.bits(statistics=statistics) for t in self.transforms.values())
 
-    def spread(self, share: float, seed: int) -> None:
-        """Let masks that have learned nothing yet begin with half of their bits set (`Masked.spread`)."""
+    def follow(self, reach: float, seed: int) -> None:
+        """Let k2 follow R in masks that have learned nothing yet (`Masked.follow`)."""
         rng = torch.Generator().manual_seed(seed)
-        for name, transform in self.transforms.items():
+        for transform in self.transforms.values():
             if isinstance(transform, Masked):
-                transform.spread(share, self.anatomy.tensor(name).detach(), rng)
+                transform.follow(reach, rng)
         self.revision += 1
 
     def share(self, names: Iterable[str]) -> None:

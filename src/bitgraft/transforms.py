@@ -7,7 +7,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from bitgraft.affine import Coordinates, LearnedAffine, from_bits
+from bitgraft.affine import Coordinates, LearnedAffine, from_bits, mean_size
 from bitgraft.affine import MaskRule as MaskRule
 from bitgraft.affine import strided_like as strided_like
 from bitgraft.affine import widened as widened
@@ -124,7 +124,7 @@ class Masked(Transform):
     """W~ = k0 W + k1 1 + k2 M + k3 W∘M with M = 1[R >= threshold] (the paper, equation 2).
 
     While it learns it holds R (`scores`) and the learned k, with k1 apart (`shift`); frozen, it holds M packed to bits
-    and all four k. It begins where W~ = W with all of the mask set, as the paper has it, or spread out (`spread`).
+    and all four k. It begins where W~ = W with all of the mask set, as the paper has it; or k2 follows R (`follow`).
     """
 
     scores: nn.Parameter | None
@@ -136,7 +136,7 @@ class Masked(Transform):
     def __init__(self, weight: Weight, rule: MaskRule, scores: Tensor | None) -> None:
         super().__init__()
         self.weight, self.rule = weight, rule
-        self.unit: float | None = None
+        self.follows = False
         self._kept = tuple(index for index in rule.learned if index != 1)
         if scores is None:  # `restore` will bring the values
             size, channels = packed_size(weight.shape.numel()), (weight.outputs,) if rule.per_channel else ()
@@ -166,33 +166,34 @@ class Masked(Transform):
 
     def values(self) -> Tensor:
         """k0..k3, (4,) or (4, channels), constants included."""
-        return self._coordinates().values(self.constants, self.k, self.shift)
+        size = None
+        if self.follows and self.scores is not None:
+            channel = self.weight.channel_shape if self.rule.per_channel else ()
+            view = self.scores.view(self.weight.grouped_shape) if self.rule.per_channel else self.scores
+            size = mean_size(view.detach(), self.rule.threshold, channel)
+        return self._coordinates().values(self.constants, self.k, self.shift, size)
 
     def _coordinates(self) -> Coordinates:
-        return Coordinates(self._kept, self.unit)
+        return Coordinates(self._kept, self.follows)
 
     @torch.no_grad()
-    def spread(self, share: float, weight: Tensor, rng: torch.Generator) -> None:
-        """Begin with half of the mask set, at random, and k2 a share of the weights' own spread: W~ = W ± k2/2.
+    def follow(self, reach: float, rng: torch.Generator) -> None:
+        """Let k2 follow R, which begins at random within this reach: W~ = W ± mean|R|.
 
         From the paper's start, where k2 = 0, a bit's meaning changes whenever k2 changes its sign, and what R has
-        gathered until then is lost. Here a bit means the same from the first step on, and the noise is too little to
-        hurt. Nothing happens where something has been learned already, or where k1 or k2 is a constant.
+        gathered until then is lost. Here R is what fine-tuning would add to W, and W~ has its sign and mean size: a bit
+        means the same from the first step on, and moves its weight as far as R has come. Nothing happens where
+        something has been learned already, or where k1 or k2 is a constant.
         """
         if self.scores is None or self.shift is None or 2 not in self._kept or not self._is_at_start():
             return
-        assert self.k is not None
-        unit = float(weight.float().std())
-        fan_in = weight[0].numel()
-        self.unit = unit if unit > 0 else (2 / fan_in) ** 0.5  # a layer that begins with zeros: as it might have begun
-        self.k[self._kept.index(2)] = share
-        reach = self.scores.abs().max()
-        self.scores.copy_((2 * torch.rand(self.weight.shape, generator=rng) - 1).to(self.scores.device) * reach)
+        self.follows = True
+        drawn = (2 * torch.rand(self.weight.shape, generator=rng) - 1) * reach + self.rule.threshold
+        self.scores.copy_(drawn)
 
     def _is_at_start(self) -> bool:
-        start = self.values().new_tensor(START)
-        learned = self.rule.learned
-        return self.unit is None and bool((self.values().view(4, -1)[learned] == start[learned, None]).all())
+        start, learned = self.constants.new_tensor(START), self.rule.learned
+        return not self.follows and bool((self.values().view(4, -1)[learned] == start[learned, None]).all())
 
     def role(self, parameter: str) -> str:
         return parameter

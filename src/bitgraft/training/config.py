@@ -34,8 +34,8 @@ class Config:
     """Epochs over which rates rise from zero."""
     label_smoothing: float = 0.0
     class_weights: Literal["balanced"] | tuple[float, ...] | None = None
-    spread: float = 0.0
-    """Masks begin with half of their bits set and k2 at this share of a layer's spread; 0 is the paper's start."""
+    follow: float = 0.0
+    """R begins at random within this reach, and k2 follows its mean size (`Masked.follow`); 0 is the paper's start."""
     statistics: Literal["batch", "kept"] = "batch"
     """What a task's own norm layers normalise by in training: the batch, or running statistics that stay as they are
     (small images and batches make for poor statistics)."""
@@ -100,7 +100,7 @@ QUICK = Config(
     schedule="cosine",
     drop_after=None,
     warmup=1.0,
-    spread=0.1,
+    follow=1e-3,
     statistics="kept",
     head_start=True,
 )

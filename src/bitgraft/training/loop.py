@@ -100,8 +100,8 @@ class _Run:
         self.phases = registry.get(self.tasks[names[0]].card.method).phases
         for task in self.tasks.values():
             task.holds_statistics = config.statistics == "kept"
-            if config.spread:
-                task.spread(config.spread, config.seed)
+            if config.follow:
+                task.follow(config.follow, config.seed)
         net.to(accelerator.device)
         self.shared = shared_weights(net, self.tasks)
         self.learned: dict[str, Task | Shared] = {**self.tasks, **({SHARED: self.shared} if self.shared else {})}
