@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitgraft import container
+from bitgraft import coding, container
 from bitgraft.cards import Shapes, read_card, read_shapes, write_card
 from bitgraft.errors import CorruptError, TaskError
 from bitgraft.files import read_whole, write_atomically
@@ -20,6 +20,7 @@ from bitgraft.task import Card, Task, check_name
 
 HEAD = "head:"  # keys of a head module's own tensors; those of the backbone's last layer keep its names
 PACKED = {"mask", "free"}  # parts that hold eight weights' bits to a byte; all others are float32
+CODED = ".rans"  # behind the name of a packed part that is stored in fewer bytes, see `bitgraft.coding`
 COUNTER = "num_batches_tracked"  # counts training steps; no output depends on it, so no file holds it
 
 
@@ -78,23 +79,24 @@ def pack_task(task: Task, backbone: str) -> Archive:
     )
 
 
-def to_bytes(archive: Archive) -> bytes:
-    """The file's bytes. The same task gives the same bytes."""
-    return b"".join(_pieces(archive))
+def to_bytes(archive: Archive, *, coded: bool = False) -> bytes:
+    """The file's bytes. The same task gives the same bytes; coded, masks take about their entropy."""
+    return b"".join(_pieces(archive, coded))
 
 
 def from_bytes(data: bytes | bytearray, source: str = "the task file") -> Archive:
     """Read and check a file's bytes. Whatever is wrong is an `ArchiveError` that says what."""
     about, tensors = container.decode(data if isinstance(data, bytearray) else bytearray(data), source)
     card, shapes = read_card(about, source), read_shapes(about, source)
+    tensors = _decoded(tensors, shapes, source)
     read = Archive(card, about["backbone"], about["head_layer"], shapes, about["metrics"], tensors)
     _check_parts(read, source)
     return read
 
 
-def save(archive: Archive, path: str | Path) -> None:
+def save(archive: Archive, path: str | Path, *, coded: bool = False) -> None:
     """Write the file whole or not at all: a killed save leaves the old file or none."""
-    write_atomically(path, *_pieces(archive))
+    write_atomically(path, *_pieces(archive, coded))
 
 
 def read_archive(path: str | Path) -> Archive:
@@ -121,7 +123,7 @@ def content(archive: Archive) -> str:
     return digest.hexdigest()
 
 
-def _pieces(archive: Archive) -> list[bytes | memoryview]:
+def _pieces(archive: Archive, coded: bool) -> list[bytes | memoryview]:
     about = {
         **write_card(archive.card),
         "backbone": archive.backbone,
@@ -129,7 +131,38 @@ def _pieces(archive: Archive) -> list[bytes | memoryview]:
         "shapes": dict(archive.shapes),
         "metrics": dict(archive.metrics),
     }
-    return container.encode(archive.tensors, about)
+    return container.encode(_coded(archive.tensors) if coded else archive.tensors, about)
+
+
+def _is_packed(key: str) -> bool:
+    _, colon, part = key.partition(":")
+    return bool(colon) and part in PACKED and not key.startswith(HEAD)
+
+
+def _coded(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Packed parts in their coded form, where that is shorter."""
+    found = dict(tensors)
+    for key in filter(_is_packed, tensors):
+        if tensors[key].numel():
+            short = torch.from_numpy(coding.encode(tensors[key].numpy()))
+            if len(short) < len(tensors[key]):
+                del found[key]
+                found[key + CODED] = short
+    return found
+
+
+def _decoded(tensors: dict[str, Tensor], shapes: Shapes, source: str) -> dict[str, Tensor]:
+    found = dict(tensors)
+    for coded in [key for key in tensors if key.endswith(CODED) and _is_packed(key.removesuffix(CODED))]:
+        key, weight, given = coded.removesuffix(CODED), coded.partition(":")[0], found.pop(coded)
+        try:
+            if key in tensors or weight not in shapes or given.dtype != torch.uint8 or given.dim() != 1:
+                raise ValueError("it is there twice, of another type, or of a weight that has no shape")
+            bits = coding.decode(given.numpy(), packed_size(math.prod(shapes[weight])))
+        except ValueError as cause:
+            raise CorruptError(f"{source}: {coded!r} is not usable: {cause}") from cause
+        found[key] = torch.from_numpy(bits)
+    return found
 
 
 def _check_parts(archive: Archive, source: str) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +14,7 @@ from bitgraft import archive, heads, revival
 from bitgraft.anatomy import read_anatomy
 from bitgraft.errors import MissingTaskError, TaskError, UnknownTaskError, WrongBackboneError
 from bitgraft.graft import Graft
+from bitgraft.grafts import Grafts
 from bitgraft.methods import registry
 from bitgraft.task import Card, Task, check_name, dotless, dotted
 from bitgraft.tracing import logits
@@ -32,10 +32,19 @@ class Network(nn.Module):
         backbone: any module; it is read once and never written to.
         original: the name under which the backbone's own task runs.
         active: how many tasks keep their computed weights at a time; the rest cost what their bits take.
+        memory: how many bytes these may take; one task is kept in any case.
         **reading: what `bitgraft.anatomy.read_anatomy` takes, to override what it finds.
     """
 
-    def __init__(self, backbone: nn.Module, *, original: str = "original", active: int = 8, **reading: Any) -> None:
+    def __init__(
+        self,
+        backbone: nn.Module,
+        *,
+        original: str = "original",
+        active: int = 8,
+        memory: int | None = None,
+        **reading: Any,
+    ) -> None:
         super().__init__()
         self.anatomy = read_anatomy(backbone, **reading)
         self._reading = reading
@@ -43,12 +52,12 @@ class Network(nn.Module):
         self.original = check_name(original)
         if active < 1:
             raise TaskError(f"active={active!r}: at least one task must be kept at work")
-        self.active = active
+        self.active, self.memory = active, memory
         self._tasks = nn.ModuleDict()
         self._original = Task(Card(original, "classifier", {}, "keep"), self.anatomy, {}, {}, None)
         self.joint = False  # the weights that tasks share may learn: of a `joint_copy`, until it is trained
         self._fingerprint: str | None = None
-        self._grafts: OrderedDict[tuple[str, int], Graft] = OrderedDict()
+        self._grafts = Grafts(active, memory)
         self._pinned: dict[str, Graft] = {}
         self._lock = threading.RLock()
         self.train(backbone.training)
@@ -58,6 +67,12 @@ class Network(nn.Module):
         """The tasks added or loaded, by name; the backbone's own is not among them."""
         with self._lock:
             return MappingProxyType({dotted(key): task for key, task in self._tasks.items()})  # type: ignore[misc]
+
+    @property
+    def resident(self) -> set[str]:
+        """The tasks whose computed weights are in memory."""
+        with self._lock:
+            return {name for name, _ in self._grafts} | set(self._pinned)
 
     @property
     def fingerprint(self) -> str:
@@ -73,7 +88,13 @@ class Network(nn.Module):
 
         Training them jointly makes it another backbone, with another fingerprint; this network stays as it is.
         """
-        copied = Network(copy.deepcopy(self.backbone), original=self.original, active=self.active, **self._reading)
+        copied = Network(
+            copy.deepcopy(self.backbone),
+            original=self.original,
+            active=self.active,
+            memory=self.memory,
+            **self._reading,
+        )
         copied.joint = True
         return copied.train(self.training)
 
@@ -136,12 +157,11 @@ class Network(nn.Module):
         with self._lock:
             del self._tasks[dotless(name)]
             self._pinned.pop(name, None)
-            for key in [key for key in self._grafts if key[0] == name]:
-                del self._grafts[key]
+            self._grafts.drop(lambda key: key[0] == name)
 
-    def save_task(self, name: str, path: str | Path) -> None:
-        """Write a task to one file, whole or not at all."""
-        archive.save(archive.pack_task(self._added(name), self.fingerprint), path)
+    def save_task(self, name: str, path: str | Path, *, coded: bool = False) -> None:
+        """Write a task to one file, whole or not at all; coded, masks take about their entropy and longer to load."""
+        archive.save(archive.pack_task(self._added(name), self.fingerprint), path, coded=coded)
 
     @torch.inference_mode(False)
     def load_task(self, path: str | Path, *, name: str | None = None, head: nn.Module | None = None) -> Task:
@@ -215,12 +235,7 @@ class Network(nn.Module):
                 return pinned
             grad = torch.is_grad_enabled()
             key = (task.name, threading.get_ident() if grad and task.learns() else int(grad))
-            if key not in self._grafts:
-                self._grafts[key] = Graft(task).hang()
-                while len(self._grafts) > self.active:
-                    self._grafts.popitem(last=False)
-            graft = self._grafts[key]
-            self._grafts.move_to_end(key)
+            graft = self._grafts.get(key, task)
         graft.refresh()
         return graft
 
@@ -283,7 +298,7 @@ class Network(nn.Module):
             _ = self.fingerprint  # of the weights as they were given, before they are rounded
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         with self._lock:
-            self._grafts.clear()
+            self._grafts.drop()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -291,4 +306,4 @@ class Network(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._grafts, self._pinned, self._lock = OrderedDict(), {}, threading.RLock()
+        self._grafts, self._pinned, self._lock = Grafts(self.active, self.memory), {}, threading.RLock()
