@@ -4,6 +4,7 @@ Layers are listed as the file states them: in the order in which data reaches th
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,17 @@ def inspect_archive(archive: Archive, size: int) -> Inspection:
         taken[_kind(key, archive)] += tensor.nbytes
     taken["header"] = size - sum(taken.values())
     return Inspection(archive, tuple(layers), taken)
+
+
+def accuracy(metrics: Mapping[str, Any]) -> tuple[str | None, float | None]:
+    """On test images where there were some, else on validation at the epoch that was kept."""
+    kept = "best" if metrics.get("kept") == "best" else "last"
+    for split, key, name in (("test", "test", "accuracy"), ("val", kept, "val_accuracy")):
+        held = metrics.get(key)
+        value = held.get(name) if isinstance(held, dict) else None
+        if isinstance(value, int | float):
+            return split, float(value)
+    return None, None
 
 
 def _layer(name: str, shape: tuple[int, ...], parts: dict[str, Tensor]) -> Layer:

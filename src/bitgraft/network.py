@@ -47,11 +47,9 @@ class Network(nn.Module):
     ) -> None:
         super().__init__()
         self.anatomy = read_anatomy(backbone, **reading)
-        self._reading = reading
+        self._options = {"original": original, "active": active, "memory": memory, **reading}
         self.backbone = backbone
         self.original = check_name(original)
-        if active < 1:
-            raise TaskError(f"active={active!r}: at least one task must be kept at work")
         self.active, self.memory = active, memory
         self._tasks = nn.ModuleDict()
         self._original = Task(Card(original, "classifier", {}, "keep"), self.anatomy, {}, {}, None)
@@ -88,15 +86,9 @@ class Network(nn.Module):
 
         Training them jointly makes it another backbone, with another fingerprint; this network stays as it is.
         """
-        copied = Network(
-            copy.deepcopy(self.backbone),
-            original=self.original,
-            active=self.active,
-            memory=self.memory,
-            **self._reading,
-        )
+        copied = Network(copy.deepcopy(self.backbone), **self._options).train(self.training)
         copied.joint = True
-        return copied.train(self.training)
+        return copied
 
     def save_backbone(self, path: str | Path) -> None:
         """Write the backbone's weights to one safetensors file, as `bitgraft train --weights` takes it."""
@@ -250,9 +242,7 @@ class Network(nn.Module):
         key = dotless(name) if isinstance(name, str) else ""
         if key not in self._tasks:
             known = ", ".join(map(repr, self.tasks)) or "none yet"
-            raise UnknownTaskError(
-                f"there is no task {name!r}; added are {known}; the backbone's own is {self.original!r}"
-            )
+            raise UnknownTaskError(f"there is no task {name!r}; added are {known}; the backbone's is {self.original!r}")
         return self._tasks[key]  # type: ignore[return-value]
 
     def _check_new(self, name: str) -> None:

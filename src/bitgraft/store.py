@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -120,9 +121,9 @@ class Store:
             )
         return store
 
-    def network(self) -> Network:
-        """The backbone, without any of the tasks."""
-        net = Network(self.backbone.build())
+    def network(self, **options: Any) -> Network:
+        """The backbone, without any of the tasks; options are those of `Network`."""
+        net = Network(self.backbone.build(), **options)
         if net.fingerprint != self.fingerprint:
             raise StoreError(
                 f"the weights of {self.backbone.name} are not those that the store at {self.folder} was made with: "

@@ -43,7 +43,7 @@ def _report(store: "Store") -> dict[str, Any]:
 
 
 def _row(store: "Store", name: str, size: int) -> dict[str, Any]:
-    from bitgraft.analysis import inspect_archive
+    from bitgraft.analysis import accuracy, inspect_archive
     from bitgraft.errors import BitgraftError, WrongBackboneError
 
     try:
@@ -53,28 +53,17 @@ def _row(store: "Store", name: str, size: int) -> dict[str, Any]:
     except BitgraftError as fault:
         return {"name": name, "bytes": size, "error": str(fault)}
     found = inspect_archive(archive, size)
-    split, accuracy = _accuracy(archive.metrics)
+    split, share = accuracy(archive.metrics)
     return {
         "name": name,
         "method": archive.card.method,
         "classes": None if archive.card.classes is None else len(archive.card.classes),
-        "accuracy": accuracy,
+        "accuracy": share,
         "measured_on": split,
         "bytes": size,
         "bits_per_weight": 8 * (size - found.bytes["head"]) / store.size.weights,
         "leans_on": list(archive.card.leans_on),
     }
-
-
-def _accuracy(metrics: Any) -> tuple[str | None, float | None]:
-    """On test images where there were some, else on validation at the epoch that was kept."""
-    kept = "best" if metrics.get("kept") == "best" else "last"
-    for split, key, name in (("test", "test", "accuracy"), ("val", kept, "val_accuracy")):
-        held = metrics.get(key)
-        value = held.get(name) if isinstance(held, dict) else None
-        if isinstance(value, int | float):
-            return split, float(value)
-    return None, None
 
 
 def _show(report: dict[str, Any]) -> None:
