@@ -241,8 +241,8 @@ class Network(nn.Module):
             raise TaskError(f"{name!r} is the backbone's own task, which has no file and cannot be removed")
         key = dotless(name) if isinstance(name, str) else ""
         if key not in self._tasks:
-            known = ", ".join(map(repr, self.tasks)) or "none yet"
-            raise UnknownTaskError(f"there is no task {name!r}; added are {known}; the backbone's is {self.original!r}")
+            known, own = ", ".join(map(repr, self.tasks)) or "none yet", self.original
+            raise UnknownTaskError(f"there is no task {name!r}; added are {known}; the backbone's own is {own!r}")
         return self._tasks[key]  # type: ignore[return-value]
 
     def _check_new(self, name: str) -> None:
