@@ -9,7 +9,10 @@
     ├── TrainingError          training cannot start, or cannot go on
     ├── StoreError             a folder is no store, or of another backbone
     ├── SuiteError             a benchmark's suite says something that cannot be run
+    ├── ServingError           a service cannot start, or cannot answer a request
     ├── FigureError            a figure cannot be drawn or written
+    ├── ExportError            a task cannot be written in another format, or the file would not say the same
+    ├── SharingError           a task file cannot be fetched or sent
     ├── DataError              images, labels or splits are missing, unreadable or do not fit together
     └── ArchiveError           a task file is refused
         ├── CorruptError       truncated, changed, or not a task file at all
@@ -63,7 +66,19 @@ class SuiteError(BitgraftError, ValueError):
     pass
 
 
+class ServingError(BitgraftError, ValueError):
+    pass
+
+
 class FigureError(BitgraftError, ValueError):
+    pass
+
+
+class ExportError(BitgraftError, ValueError):
+    pass
+
+
+class SharingError(BitgraftError, ValueError):
     pass
 
 

@@ -18,8 +18,11 @@ from bitgraft.cli import (
     methods,
     params,
     predict,
+    pull,
+    push,
     report,
     score,
+    serve,
     tasks,
     train,
 )
@@ -56,6 +59,8 @@ app.command("eval", epilog=evaluate.TRY)(evaluate.evaluate)
 app.command(epilog=predict.TRY)(predict.predict)
 app.command(epilog=tasks.TRY)(tasks.tasks)
 app.command(epilog=export.TRY)(export.export)
+app.command(epilog=push.TRY)(push.push)
+app.command(epilog=pull.TRY)(pull.pull)
 app.command(epilog=demo.TRY)(demo.demo)
 app.command(epilog=anatomy.TRY)(anatomy.anatomy)
 app.command(epilog=inspect.TRY)(inspect.inspect)
@@ -63,6 +68,7 @@ app.command(epilog=params.TRY)(params.params)
 app.command(epilog=methods.TRY)(methods.methods)
 app.command(epilog=bench.TRY)(bench.bench)
 app.command(epilog=score.TRY)(score.score)
+app.command(epilog=serve.TRY)(serve.serve)
 app.command(epilog=report.TRY)(report.report)
 
 

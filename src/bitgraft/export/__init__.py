@@ -1,0 +1,1 @@
+"""A task as a file for tools that know nothing of bitgraft."""
