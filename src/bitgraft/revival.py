@@ -87,7 +87,7 @@ def _has_tail(packed: Tensor, count: int) -> bool:
 def _check_owned(card: Card, anatomy: Anatomy, owned: Mapping[str, Tensor], options: registry.Options) -> None:
     """Head apart, a task owns what its method and options give it, nothing else, and no half of a norm layer."""
     method, head = registry.get(card.method), set(anatomy.head_names())
-    norms = {name: n for n, m in anatomy.backbone.named_modules() if is_norm(m) for name in _tensors_of(n, m)}
+    norms = _norm_tensors(anatomy)
     asked = {name for name in anatomy.places if any(fnmatchcase(name, pattern) for pattern in options.own)}
     for name, tensor in owned.items():
         if name not in anatomy.places:
@@ -103,6 +103,16 @@ def _check_owned(card: Card, anatomy: Anatomy, owned: Mapping[str, Tensor], opti
         needed |= anatomy.places.keys() - norms.keys() - head
     if missing := sorted(name for name in needed - owned.keys() if not name.endswith(COUNTER)):
         raise CorruptError(f"task {card.name!r} lacks {missing[0]!r}; the file is not usable")
+
+
+def _norm_tensors(anatomy: Anatomy) -> dict[str, str]:
+    """Each tensor of a norm layer with that layer's name; read once, like everything about a backbone."""
+    found: dict[str, str] | None = anatomy.__dict__.get("_norm_tensors")
+    if found is None:
+        layers = anatomy.backbone.named_modules()
+        found = {name: path for path, layer in layers if is_norm(layer) for name in _tensors_of(path, layer)}
+        anatomy.__dict__["_norm_tensors"] = found
+    return found
 
 
 def _tensors_of(path: str, module: nn.Module) -> list[str]:
