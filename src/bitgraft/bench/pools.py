@@ -1,5 +1,6 @@
 """Where runs are made: processes of this machine, or a Ray cluster. Both start the same worker."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -48,7 +49,7 @@ def _plain(value: Any) -> Any:
 
 def work(line: str, started: Callable[[subprocess.Popen[str]], None] = lambda process: None) -> str | None:
     """Make one run in a process of its own; the reason where it fails."""
-    threads = str(json.loads(line)["threads"])
+    threads, said = str(json.loads(line)["threads"]), ""
     process = subprocess.Popen(
         [sys.executable, "-m", "bitgraft.bench.worker"],
         stdin=subprocess.PIPE,
@@ -58,23 +59,22 @@ def work(line: str, started: Callable[[subprocess.Popen[str]], None] = lambda pr
         env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
         start_new_session=True,  # Ctrl-C is the parent's affair; the worker stops when its input ends
     )
-    started(process)
     assert process.stdin is not None
     assert process.stderr is not None
-    try:
+    with contextlib.suppress(OSError), process:  # an OSError: gone before it was told anything
+        started(process)
         process.stdin.write(line + "\n")
         process.stdin.flush()
         said = process.stderr.read()
-    except (OSError, ValueError):  # gone before it was told anything
-        said = ""
-    code = process.wait()
+    code = process.returncode
     if code == 0:
         return None
     if code == STOPPED:
         return "stopped; the same command goes on with it"
     if code < 0:
         return f"the process was ended by signal {-code}"
-    return next((text.removeprefix("error: ") for text in said.splitlines()[::-1] if text.strip()), f"exit code {code}")
+    _, marked, fault = said.rpartition("error: ")
+    return fault.strip() if marked else said.strip().rpartition("\n")[2] or f"exit code {code}"
 
 
 class Local:
