@@ -44,6 +44,8 @@ class Request:
     """Seconds between checkpoints within an epoch; each epoch ends with one."""
     root: Path | None = None
     """Where relative folders of data start."""
+    val_share: float = 0.1
+    """What is held back for validation where the data set has no such split of its own."""
     both: bool = False
     """Try the epoch that validation would choose on the test images, too."""
 
@@ -86,7 +88,7 @@ def open_store(folder: str | Path, backbone: Backbone | None) -> tuple[Store, Ne
 
 def open_request(request: Request) -> Opened:
     """Find the images, without those that cannot be read where the request says so."""
-    splits = open_data(request.data, seed=request.config.seed, root=request.root)
+    splits = open_data(request.data, seed=request.config.seed, root=request.root, val_share=request.val_share)
     return Opened(*drop_bad(splits)) if request.skip_bad else Opened(splits, [])
 
 

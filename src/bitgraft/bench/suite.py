@@ -1,8 +1,6 @@
 """A benchmark as data: which data sets, which backbone, which protocol, which rows, which seeds. One TOML file."""
 
 import difflib
-import hashlib
-import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -16,6 +14,8 @@ from bitgraft.task import check_name
 from bitgraft.training.config import Config, preset
 
 SPLITS = ("train", "val", "test")
+ORIGINAL = "original"
+"""The row of the backbone's own data, which is every row's: nobody forgets."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,10 @@ class Dataset:
     """Where it comes from, and what is to be done to get it."""
     checksums: Mapping[str, str] = field(default_factory=dict)
     """Published ones, "md5:..." or "sha256:...", by file below the root."""
+    val_share: float = 0.1
+    """What is held back for validation where there is no such split."""
+    original: bool = False
+    """The backbone's own data: tried, not trained on."""
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -75,7 +79,7 @@ class Suite:
         return next(dataset for dataset in self.datasets if dataset.name == name)
 
     def row(self, name: str) -> Row:
-        return next(row for row in self.rows if row.row == name)
+        return next((row for row in self.rows if row.row == name), Row(ORIGINAL, "classifier", title="Original"))
 
     def config_of(self, row: Row, dataset: Dataset, seed: int) -> Config:
         """The protocol, then what the suite, the data set and the row change; the last word is the row's."""
@@ -87,11 +91,15 @@ class Suite:
     def cells(self) -> Iterator["Cell"]:
         """All the runs, in the order in which they are best made: a row's chain or joint run is one of them."""
         for row in self.rows:
-            names = [dataset.name for dataset in self.datasets if row.datasets is None or dataset.name in row.datasets]
+            trained = [dataset.name for dataset in self.datasets if not dataset.original]
+            names = [name for name in trained if row.datasets is None or name in row.datasets]
             method = registry.get(row.method)
             groups = [row.order or tuple(names)] if method.leans or method.joint else [(name,) for name in names]
             for seed in row.seeds if row.seeds is not None else self.seeds:
                 yield from (Cell(row.row, seed, tuple(group)) for group in groups)
+        for dataset in self.datasets:
+            if dataset.original:
+                yield Cell(ORIGINAL, 0, (dataset.name,))
 
     def chosen(self, rows: Sequence[str] = (), seeds: Sequence[int] = (), datasets: Sequence[str] = ()) -> "Suite":
         """The same with some of its rows, seeds or data sets alone."""
@@ -229,17 +237,13 @@ def _joined(images: Mapping[str, int]) -> dict[str, int]:
     return {**images, "train": images["train"] + images["val"], "val": 0}
 
 
-def settings(suite: Suite, row: Row, dataset: Dataset, seed: int) -> dict[str, Any]:
-    """What makes a record this one's: everything that has a say in its figures."""
+def settings(suite: Suite, row: Row, dataset: Dataset) -> dict[str, Any]:
+    """What has a say in a record's figures, the configuration apart."""
     return {
         "backbone": asdict(suite.backbone),
         "method": row.method,
         "options": dict(row.options),
         "order": list(row.order),
         "data": dataset.data,
-        "config": asdict(suite.config_of(row, dataset, seed)),
+        "val_share": dataset.val_share,
     }
-
-
-def digest(settings: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]

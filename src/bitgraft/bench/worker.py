@@ -22,12 +22,17 @@ from typing import Any
 import torch
 
 from bitgraft import __version__, joint, store
-from bitgraft.bench.suite import SPLITS, Cell, Dataset, Suite, digest, parse, settings
+from bitgraft.anatomy import Anatomy
+from bitgraft.bench.suite import ORIGINAL, SPLITS, Cell, Dataset, Suite, parse, settings
+from bitgraft.data.dataset import ImageDataset
 from bitgraft.errors import BitgraftError, SuiteError
 from bitgraft.files import write_atomically
 from bitgraft.methods import registry
-from bitgraft.session import Opened, Outcome, Request, open_request, open_store, train
+from bitgraft.network import Network
+from bitgraft.session import Opened, Outcome, Request, open_request, open_store, preprocessing_for, train
+from bitgraft.tracing import logits
 from bitgraft.training import runs as run_folders
+from bitgraft.training.config import Config
 from bitgraft.training.loop import StoppedError
 from bitgraft.training.state import of_task
 
@@ -49,20 +54,28 @@ def finished(suite: Suite, runs: Path, cell: Cell) -> list[str]:
     return [
         name
         for name in cell.datasets
-        if _is_record_of(record_path(runs, cell, name), settings(suite, row, suite.dataset(name), cell.seed))
+        if _is_record_of(
+            record_path(runs, cell, name),
+            settings(suite, row, suite.dataset(name)),
+            asdict(suite.config_of(row, suite.dataset(name), cell.seed)),
+        )
     ]
 
 
-def _is_record_of(path: Path, wanted: Mapping[str, Any]) -> bool:
+def _is_record_of(path: Path, said: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
     try:
         held = json.loads(path.read_text())
-        same = held["settings"] == digest(wanted)
+        was = {**held["settings"], **asdict(Config()), **held["config"]}  # a setting that came later had its default
     except FileNotFoundError:
         return False
     except (OSError, ValueError, KeyError, TypeError) as fault:
         raise SuiteError(f"the record {path} is damaged ({fault}): remove it to have the run made again") from fault
-    if not same:
-        raise SuiteError(f"the record {path} was made with other settings: give another --runs folder, or remove it")
+    wanted = json.loads(json.dumps({**said, **config}))
+    if other := [name for name, value in wanted.items() if was.get(name) != value]:
+        raise SuiteError(
+            f"the record {path} was made with other settings ({', '.join(other)}): give another --runs folder, or "
+            "remove it"
+        )
     return True
 
 
@@ -93,8 +106,31 @@ def run_cell(
     suite: Suite, cell: Cell, root: Path, runs: Path, *, workers: int = 0, stop: Callable[[], bool] = lambda: False
 ) -> None:
     """Train what is left of a run and write its records: one data set after the other, or all at once."""
+    if cell.row == ORIGINAL:
+        _try_original(suite, cell, root, runs, workers)
+        return
     method = registry.get(suite.row(cell.row).method)
     (_run_jointly if method.joint else _run_in_order)(suite, cell, root, runs, workers, stop)
+
+
+def _try_original(suite: Suite, cell: Cell, root: Path, runs: Path, workers: int) -> None:
+    """How the backbone does on its own data, with no task added: what it does with any number of them."""
+    (name,) = cell.datasets
+    net = Network(store.Backbone(**asdict(suite.backbone)).build())
+    request = _request(suite, cell, name, root, workers, False)
+    data = open_request(request)
+    check(suite.dataset(name), data)
+    tried = data.tested or (data.splits.val if data.splits.category_ids else data.splits.train)
+    assert tried is not None
+    images = ImageDataset(tried, preprocessing_for(net, request.config))
+    right = count = 0
+    with torch.no_grad():
+        for batch, labels in torch.utils.data.DataLoader(images, batch_size=128, num_workers=workers):
+            right += int((logits(net(batch, task=net.original)).argmax(1) == labels).sum())
+            count += len(labels)
+    figures = _figures({"epoch": 0}, {"accuracy": right / count})
+    costs = {"bits": 0, "backbone_bits": _backbone_bits(net.anatomy), "file_bytes": 0, "seconds": 0.0}
+    _write(suite, cell, runs, name, data, {"last": figures, "selected": figures, **costs, "train_images_seen": 0})
 
 
 def _run_in_order(suite: Suite, cell: Cell, root: Path, runs: Path, workers: int, stop: Callable[[], bool]) -> None:
@@ -128,8 +164,19 @@ def _run_jointly(suite: Suite, cell: Cell, root: Path, runs: Path, workers: int,
 def _request(suite: Suite, cell: Cell, name: str, root: Path, workers: int, begun: bool) -> Request:
     row, dataset = suite.row(cell.row), suite.dataset(name)
     config = suite.config_of(row, dataset, cell.seed)
-    going_on = {"resume": begun, "overwrite": not begun}
-    return Request(dataset.data, name, row.method, config, row.options, workers, root=root, both=True, **going_on)
+    return Request(
+        dataset.data,
+        name,
+        row.method,
+        config,
+        row.options,
+        workers,
+        resume=begun,
+        overwrite=not begun,
+        root=root,
+        val_share=dataset.val_share,
+        both=True,
+    )
 
 
 def check(dataset: Dataset, data: Opened) -> None:
@@ -149,20 +196,35 @@ def faults(dataset: Dataset, data: Opened) -> Iterator[str]:
 
 
 def _write_record(suite: Suite, cell: Cell, runs: Path, data: Opened, outcome: Outcome, clock: Clock) -> None:
-    path = record_path(runs, cell, outcome.task.name)
-    record = _record(suite, cell, data, outcome, clock)
+    name, last = outcome.task.name, outcome.history[-1]
+    measured = {
+        "last": _figures(of_task(last, name), outcome.test),
+        "selected": _figures(of_task(outcome.best or last, name), outcome.best_test),
+        "bits": outcome.task.bits(statistics=False),
+        "backbone_bits": _backbone_bits(outcome.task.anatomy),
+        "file_bytes": outcome.path.stat().st_size,
+        "seconds": round(clock.seconds, 2),
+        "train_images_seen": clock.images,
+    }
+    _write(suite, cell, runs, name, data, measured)
+
+
+def _backbone_bits(anatomy: Anatomy) -> int:
+    """Its parameters without its head, as the paper counts."""
+    head = set(anatomy.head_names())
+    return 32 * sum(p.numel() for name, p in anatomy.backbone.named_parameters() if name not in head)
+
+
+def _write(suite: Suite, cell: Cell, runs: Path, name: str, data: Opened, measured: Mapping[str, Any]) -> None:
+    path = record_path(runs, cell, name)
     path.parent.mkdir(parents=True, exist_ok=True)
+    record = {**_about(suite, cell, suite.dataset(name), data), **measured, **_circumstances()}
     write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
 
 
-def _record(suite: Suite, cell: Cell, data: Opened, outcome: Outcome, clock: Clock) -> dict[str, Any]:
-    row, dataset, anatomy = suite.row(cell.row), suite.dataset(outcome.task.name), outcome.task.anatomy
-    said = settings(suite, row, dataset, cell.seed)
+def _about(suite: Suite, cell: Cell, dataset: Dataset, data: Opened) -> dict[str, Any]:
+    row = suite.row(cell.row)
     parts = {part: getattr(data.splits, part) for part in SPLITS}
-    head = set(anatomy.head_names())
-    backbone = sum(p.numel() for name, p in anatomy.backbone.named_parameters() if name not in head)
-    last = outcome.history[-1]
-    best = outcome.best or last
     return {
         "format": FORMAT,
         "suite": suite.name,
@@ -173,17 +235,15 @@ def _record(suite: Suite, cell: Cell, data: Opened, outcome: Outcome, clock: Clo
         "dataset": dataset.name,
         "seed": cell.seed,
         "backbone": suite.backbone.name,
-        "config": said["config"],
-        "settings": digest(said),
+        "config": asdict(suite.config_of(row, dataset, cell.seed)),
+        "settings": settings(suite, row, dataset),
         "classes": len(data.splits.classes),
         "images": {part: len(images) if images else 0 for part, images in parts.items()},
-        "last": _figures(of_task(last, dataset.name), outcome.test),
-        "selected": _figures(of_task(best, dataset.name), outcome.best_test),
-        "bits": outcome.task.bits(statistics=False),
-        "backbone_bits": 32 * backbone,
-        "file_bytes": outcome.path.stat().st_size,
-        "seconds": round(clock.seconds, 2),
-        "train_images_seen": clock.images,
+    }
+
+
+def _circumstances() -> dict[str, Any]:
+    return {
         "peak_memory": _peak_memory(),
         "versions": {
             "bitgraft": __version__,
