@@ -133,7 +133,7 @@ class Graft:
         module but the network, which computes weights anew before it runs it again."""
         for name in self.task.transforms:
             if (tensor := tensors[name]).requires_grad and not tensor.is_leaf:
-                tensor.register_hook(partial(_drop, self._slots[name], weakref.ref(tensor)))
+                tensor.register_hook(partial(_drop, self._slots[name], weakref.ref(tensor)))  # type: ignore[no-untyped-call]
 
     def _held(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor as modules hold it, out of gradients' reach.
