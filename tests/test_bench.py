@@ -1,6 +1,7 @@
 """Suites and their runs: what a file may say, what a record holds, and what happens when a run is killed."""
 
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from images import NET, SOURCE, bitgraft, photos
+from PIL import Image
 
 from bitgraft.bench import pools, runner, suite, worker
 from bitgraft.bench.pools import Ended, Local, Place
@@ -288,3 +290,73 @@ def test_on_ray_a_lost_worker_is_replaced(place, monkeypatch):
     assert len(board.done) == 2
     for name in ("photos", "again"):
         assert record(place, "head", name)["last"]["epoch"] == 30
+
+
+def test_data_check(place, capsys, monkeypatch):
+    check = '[[datasets]]\nname = "photos"\ndata = "photos"\nclasses = 3\nimages = { train = 24, val = 9, test = 9 }\n'
+    row = '[[rows]]\nrow = "head"\nmethod = "classifier"\n'
+    text = f'name = "mine"\n[backbone]\nname = "{NET}"\n{check}{row}'
+    Path("mine.toml").write_text(text)
+    run = lambda *args: bitgraft(capsys, monkeypatch, "data", "check", "mine.toml", *args)  # noqa: E731
+    assert run()[:2] == (0, "photos          ready\n")
+    gone = '[[datasets]]\nname = "gone"\ndata = "gone"\nsource = "the moon"\n'
+    file = Path("photos/train/red/0.png")
+    good, bad = hashlib.sha256(file.read_bytes()).hexdigest(), "0" * 64
+    sums = f'[datasets.checksums]\n"{file}" = "sha256:{bad}"\n"none.zip" = "md5:{bad}"\n'
+    Path("mine.toml").write_text(text.replace("train = 24", "train = 25").replace(row, sums + gone + row))
+    code, out, _ = run()
+    assert code == 1
+    assert "none.zip is missing" in out
+    assert f"has the sha256 {good}" in out
+    assert "train has 24 images, and must have 25" in out
+    assert "gone            no data set at 'gone'" in out
+    assert "from: the moon" in out
+    faults = json.loads(run("--json")[1])
+    assert not faults["gone"]["ready"]
+    assert len(faults["photos"]["faults"]) == 3
+
+
+def test_the_backbones_own_data_are_tried_once_and_not_trained_on(place):
+    held = small(datasets=[*SMALL["datasets"][:1], {"name": "own", "data": "photos", "original": True}])
+    assert list(held.cells())[-1] == Cell("original", 0, ("own",))
+    worker.run_cell(held, Cell("original", 0, ("own",)), place.root, place.runs)
+    found = record(place, "original", "own")
+    assert (found["bits"], found["train_images_seen"]) == (0, 0)
+    assert 0 <= found["last"]["test_accuracy"] <= 1
+    assert Cell("original", 0, ("own",)) in runner.plan(held, place.runs).done
+
+
+def test_a_submission_answers_every_test_image(tmp_path, capsys, monkeypatch):
+    """From training to the challenge's own format, and what the scorer says of it is what the record says."""
+    devkit = tmp_path / "kit"
+    for part, first in (("train", 0), ("val", 100), ("test", 200)):
+        rows = []
+        for number in range(12):
+            name = f"data/dtd/{part}/{number:06d}.png"
+            (devkit / name).parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (16, 16), (250, 0, 0) if number % 2 else (0, 0, 250)).save(devkit / name)
+            rows.append({"id": first + number, "file_name": name, "category": 41 + number % 2})
+        listing = {
+            "categories": [{"id": 41, "name": "blue"}, {"id": 42, "name": "red"}],
+            "images": [{"id": row["id"], "file_name": row["file_name"]} for row in rows],
+            "annotations": [{"image_id": row["id"], "category_id": row["category"]} for row in rows],
+        }
+        (devkit / "annotations").mkdir(exist_ok=True)
+        (devkit / "annotations" / f"dtd_{part}.json").write_text(json.dumps(listing))
+    (tmp_path / "own_net.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_net", raising=False)
+    Path("mine.toml").write_text(
+        f'name = "mine"\n[backbone]\nname = "{NET}"\n[config]\nsize = 16\nbatch = 8\nepochs = 2\n'
+        '[[datasets]]\nname = "dtd"\ndata = "kit:dtd"\n[[rows]]\nrow = "full"\nmethod = "full"\n'
+    )
+    code, _, err = bitgraft(capsys, monkeypatch, "bench", "mine.toml", "--submission", "results.json", "--train-on-val")
+    assert code == 0, err
+    answers = json.loads(Path("results.json").read_text())
+    assert [answer["image_id"] for answer in answers] == list(range(200, 212))
+    right = sum(answer["category_id"] == 41 + index % 2 for index, answer in enumerate(answers))
+    found = json.loads(Path("runs/mine-train-on-val/full/seed-0/runs/dtd/record.json").read_text())
+    assert found["images"] == {"train": 24, "val": 0, "test": 12}
+    assert right / 12 == found["last"]["test_accuracy"]

@@ -92,7 +92,8 @@ def mean_size(scores: Tensor, threshold: float, channel: tuple[int, ...]) -> Ten
     """How far R is from its threshold, the mean over the layer or over each channel."""
     apart = scores if threshold == 0 else scores - threshold
     if not channel:
-        return torch.linalg.vector_norm(apart, 1) / apart.numel()
+        size: Tensor = torch.linalg.vector_norm(apart, 1) / apart.numel()
+        return size
     sums = apart.abs().sum_to_size(channel)
     return (sums * (sums.numel() / apart.numel())).flatten()
 

@@ -225,6 +225,11 @@ def _check(suite: Suite) -> None:
             raise SuiteError(f"row {row.row}: {fault}") from fault
 
 
+def on_backbone(suite: Suite, name: str, weights: str | None, pretrained: bool) -> Suite:
+    """The same with another backbone."""
+    return replace(suite, backbone=Backbone(name, weights, pretrained))
+
+
 def on_all_labels(suite: Suite) -> Suite:
     """Devkit domains with val joined to train, for the final submission."""
     datasets = [replace(d, data=f"{d.data}:train+val", images=_joined(d.images)) for d in suite.datasets]

@@ -13,7 +13,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 
 from bitgraft import __version__, joint, store
 from bitgraft.anatomy import Anatomy
+from bitgraft.bench.check import demand
 from bitgraft.bench.suite import ORIGINAL, SPLITS, Cell, Dataset, Suite, parse, settings
 from bitgraft.data.dataset import ImageDataset
 from bitgraft.errors import BitgraftError, SuiteError
@@ -119,7 +120,7 @@ def _try_original(suite: Suite, cell: Cell, root: Path, runs: Path, workers: int
     net = Network(store.Backbone(**asdict(suite.backbone)).build())
     request = _request(suite, cell, name, root, workers, False)
     data = open_request(request)
-    check(suite.dataset(name), data)
+    demand(suite.dataset(name), data.splits)
     tried = data.tested or (data.splits.val if data.splits.category_ids else data.splits.train)
     assert tried is not None
     images = ImageDataset(tried, preprocessing_for(net, request.config))
@@ -141,7 +142,7 @@ def _run_in_order(suite: Suite, cell: Cell, root: Path, runs: Path, workers: int
             continue
         request = _request(suite, cell, name, root, workers, run_folders.begun(held.run_folder(name)))
         clock, data = Clock(), open_request(request)
-        check(suite.dataset(name), data)
+        demand(suite.dataset(name), data.splits)
         outcome = train(held, net, request, data=data, observers=[clock], stop=stop)
         _write_record(suite, cell, runs, data, outcome, clock)
 
@@ -152,7 +153,7 @@ def _run_jointly(suite: Suite, cell: Cell, root: Path, runs: Path, workers: int,
     requests = [_request(suite, cell, name, root, workers, begun) for name in cell.datasets]
     opened = [open_request(request) for request in requests]
     for name, data in zip(cell.datasets, opened, strict=True):
-        check(suite.dataset(name), data)
+        demand(suite.dataset(name), data.splits)
     clock, backbone = Clock(), store.Backbone(**asdict(suite.backbone))
     if not begun and folder.exists():  # a store without all of its records: of a run that was killed at its very end
         shutil.rmtree(folder)
@@ -177,22 +178,6 @@ def _request(suite: Suite, cell: Cell, name: str, root: Path, workers: int, begu
         val_share=dataset.val_share,
         both=True,
     )
-
-
-def check(dataset: Dataset, data: Opened) -> None:
-    """Hold a data set to what the suite says of it."""
-    if fault := next(faults(dataset, data), None):
-        raise SuiteError(f"data set {dataset.name}: {fault}")
-
-
-def faults(dataset: Dataset, data: Opened) -> Iterator[str]:
-    """What is not as the suite says, a sentence each."""
-    for part, wanted in dataset.images.items():
-        images = getattr(data.splits, part)
-        if (found := len(images) if images else 0) != wanted:
-            yield f"{part} has {found:,} images, and must have {wanted:,}"
-    if dataset.classes is not None and (found := len(data.splits.classes)) != dataset.classes:
-        yield f"there are {found:,} classes, and must be {dataset.classes:,}"
 
 
 def _write_record(suite: Suite, cell: Cell, runs: Path, data: Opened, outcome: Outcome, clock: Clock) -> None:

@@ -32,6 +32,13 @@ def bench(
     ] = None,
     datasets: Annotated[str | None, typer.Option(metavar="A,B", help="Only these data sets.")] = None,
     seeds: Annotated[str | None, typer.Option(metavar="0,1,2", help="In place of the suite's own.")] = None,
+    backbone: Annotated[
+        str | None, typer.Option(metavar="NAME", help="In place of the suite's own, as in --backbone densenet121.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="SOURCE", help="Of the backbone: a file, or package:NAME.")
+    ] = None,
+    pretrained: Annotated[bool, typer.Option(help="Published weights where no others are given.")] = True,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
     threads: Annotated[int | None, typer.Option(min=1, help="Of each run [the cores shared out].")] = None,
     workers: Workers = 0,
@@ -64,8 +71,11 @@ def bench(
     whole = suites.load_suite(suite)
     if train_on_val:
         whole = suites.on_all_labels(whole)
+    if backbone is not None or weights is not None or not pretrained:
+        whole = suites.on_backbone(whole, backbone or whole.backbone.name, weights, pretrained)
     chosen = whole.chosen(_words(rows), _numbers(seeds), _words(datasets))
-    folder = runs or Path("runs") / (whole.name + ("-train-on-val" if train_on_val else ""))
+    parts = [whole.name, backbone or "", "train-on-val" if train_on_val else ""]
+    folder = runs or Path("runs") / "-".join(filter(None, parts))
     if submission is not None and len(chosen.rows) != 1:
         raise typer.BadParameter("--submission is of one row: name it with --rows")
     board = _run(whole, chosen, root, folder, jobs, threads, workers, ray, plan, as_json)

@@ -11,6 +11,7 @@ from bitgraft import __version__
 from bitgraft.cli import (
     anatomy,
     bench,
+    data,
     demo,
     evaluate,
     export,
@@ -67,6 +68,7 @@ app.command(epilog=inspect.TRY)(inspect.inspect)
 app.command(epilog=params.TRY)(params.params)
 app.command(epilog=methods.TRY)(methods.methods)
 app.command(epilog=bench.TRY)(bench.bench)
+app.add_typer(data.app, name="data")
 app.command(epilog=score.TRY)(score.score)
 app.command(epilog=serve.TRY)(serve.serve)
 app.command(epilog=report.TRY)(report.report)
