@@ -104,7 +104,10 @@ QUICK = Config(
     statistics="kept",
     head_start=True,
 )
-BY_METHOD: Mapping[tuple[str, str], Mapping[str, Any]] = {}
+BY_METHOD: Mapping[tuple[str, str], Mapping[str, Any]] = {
+    ("quick", "piggyback-bn"): {"rates": {"scores": 3e-4}},
+    ("quick", "piggyback"): {"rates": {"scores": 1e-4}},
+}
 """(preset, method) -> what that method has otherwise; docs/results/quick.md has the grid it was chosen from."""
 PRESETS = {"quick": QUICK, "imagenet-to-sketch": IMAGENET_TO_SKETCH, "decathlon": DECATHLON}
 
