@@ -397,7 +397,7 @@ def test_k2_follows_the_scores(k, per):
 
 @pytest.mark.parametrize("per", PER)
 def test_gradients_where_k2_follows_the_scores(per):
-    """To k and shift those of the slow form, by autograd; to R those of M, as ever."""
+    """To k and shift those of the slow form, by autograd; to R those of M in units of k2, as if R itself were added."""
     layer = nn.Conv2d(3, 4, 3)
     tensor, rng = layer.weight.detach(), torch.Generator().manual_seed(2)
     made = fresh(describe(layer), tensor, LEARNED, per=per)
@@ -417,7 +417,7 @@ def test_gradients_where_k2_follows_the_scores(per):
         assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6)
     assert torch.allclose(made.shift.grad, shift.grad, rtol=1e-4, atol=1e-6)
     k2 = 2 * (size * (1 + kappa.detach())).view(wide)
-    assert torch.allclose(made.scores.grad, upstream * (k2 + k3.detach().view(wide) * tensor), rtol=1e-4, atol=1e-6)
+    assert torch.allclose(made.scores.grad, upstream * (1 + k3.detach().view(wide) * tensor / k2), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("k", [(0.0, "learn", 0.0, 1.0), (1.0, 0.0, "learn", 0.0), (0.0, 0.0, 0.0, 1.0)])

@@ -144,6 +144,8 @@ class LearnedAffine(torch.autograd.Function):
         to_scores = to_k = to_shift = None
         if to_mask is not None:
             to_scores = through_surrogate(to_mask, scores, rule.threshold, rule.surrogate).to(scores.dtype)
+            if size is not None:  # as if R itself were added: else Adam's moments would lag behind a k2 that grows
+                to_scores = to_scores / values[2].view(ctx.channel)
         if sums is not None:
             to_k, to_shift = ctx.coordinates.gradients(sums.view_as(values).to(values.dtype), ctx.shifted, size)
         return to_scores, to_k, to_shift, None, None, None, None, None
