@@ -19,6 +19,7 @@ from torch import Tensor
 from bitgraft.errors import CorruptError, NewerFormatError, TaskError
 
 FORMAT = 1
+LINE = 64  # bytes
 DEPTH = 32  # how deep metadata may be nested
 HEADER_LIMIT = 100_000_000  # bytes; safetensors reads no longer one
 ORDERED = ("shapes",)  # metadata whose own order means something
@@ -173,10 +174,16 @@ def _tensors(header: Mapping[str, Any], data: bytearray) -> dict[str, Tensor]:
             raise ValueError(f"{name!r} has no shape")
         if (count := math.prod(shape)) * dtype.itemsize != end - begin or end > room:
             raise ValueError(f"{name!r} does not take the bytes that its shape and dtype give")
-        found[name], reached = _in_place(data, dtype, count, start + begin).view(shape), end
+        found[name], reached = _on_a_line(_in_place(data, dtype, count, start + begin).view(shape)), end
     if reached != room:
         raise ValueError("there are bytes behind the last tensor")
     return found
+
+
+def _on_a_line(tensor: Tensor) -> Tensor:
+    """Matrices begin on a cache line, as torch allocates them: a product's last bit depends on where they lie."""
+    movable = tensor.is_floating_point() and tensor.dim() > 1
+    return tensor.clone() if movable and tensor.data_ptr() % LINE else tensor
 
 
 def _in_place(data: bytearray, dtype: torch.dtype, count: int, begin: int) -> Tensor:
