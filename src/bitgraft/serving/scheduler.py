@@ -46,7 +46,7 @@ class Scheduler(Generic[Key]):
         self._changed = threading.Condition()
         self._waiting = 0
         self._pace = 0.05  # seconds for an item, smoothed
-        self._closing = False
+        self._hurried = self._closing = False
         self._thread = threading.Thread(target=self._work, name="bitgraft-scheduler", daemon=True)
 
     def start(self) -> None:
@@ -79,6 +79,12 @@ class Scheduler(Generic[Key]):
             self._waiting += len(items)
             self._changed.notify()
         return [item.result for item in items]
+
+    def hurry(self) -> None:
+        """Let no batch wait for more."""
+        with self._changed:
+            self._hurried = True
+            self._changed.notify()
 
     def close(self) -> None:
         """Take nothing more, finish what waits."""
@@ -119,7 +125,7 @@ class Scheduler(Generic[Key]):
 
     def _ripe(self, queue: deque[_Item]) -> float:
         """When a queue's next batch is to be run, at the latest."""
-        return 0.0 if len(queue) >= self.bounds.batch else queue[0].since + self.bounds.wait
+        return 0.0 if self._hurried or len(queue) >= self.bounds.batch else queue[0].since + self.bounds.wait
 
     def _take(self, key: Key, queue: deque[_Item]) -> list[_Item]:
         items = [queue.popleft() for _ in range(min(self.bounds.batch, len(queue)))]

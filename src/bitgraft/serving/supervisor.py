@@ -9,9 +9,9 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -139,8 +139,14 @@ async def answer(settings: Settings, library: Library, listener: socket.socket) 
     from bitgraft.serving.engine import Engine
     from bitgraft.serving.protocol import patient
 
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            threading.Thread(target=engine.hurry).start()  # in a thread, since a signal may find this one with the lock
+            super().handle_exit(sig, frame)
+
+    engine = Engine(library, settings)
     config = uvicorn.Config(
-        make_app(Engine(library, replace(settings))),
+        make_app(engine),
         http=patient(settings.patience),
         ws="none",
         lifespan="on",
@@ -150,4 +156,4 @@ async def answer(settings: Settings, library: Library, listener: socket.socket) 
         limit_concurrency=CONNECTIONS,
         timeout_graceful_shutdown=int(settings.grace),
     )
-    await uvicorn.Server(config).serve(sockets=[listener])
+    await Server(config).serve(sockets=[listener])
