@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench load browser clean
 
 demo: $(READY)
 	$(BIN)/bitgraft demo
@@ -22,6 +22,15 @@ check: $(READY)
 bench: $(READY)
 	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e ".[bench]"
 	OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m benchmarks $(if $(ROWS),--rows $(ROWS)) $(if $(ROUNDS),--rounds $(ROUNDS))
+
+# About ten minutes on two idle cores: servers under mixed traffic, in turns.
+load: $(READY)
+	$(BIN)/python -m benchmarks.load $(if $(ROUNDS),--rounds $(ROUNDS))
+
+# The page in Debian's chromium (apt install chromium).
+browser: $(READY)
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e ".[browser]"
+	$(BIN)/python -m benchmarks.browser $(if $(SHOTS),--shots $(SHOTS))
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -90,6 +90,11 @@ def _replica(settings: Settings) -> type:
             await self.warm(ray_serve.get_multiplexed_model_id())
             return said
 
+        async def home(self) -> str:
+            """Which replica this is, for whoever wants to know where a task is warm."""
+            await self.warm(ray_serve.get_multiplexed_model_id())
+            return str(ray_serve.get_replica_context().replica_id)
+
         async def tasks(self) -> dict[str, Any]:
             return await self._engine.tasks()
 

@@ -4,6 +4,7 @@ A worker that dies is started again at once, and what waits in the socket goes t
 """
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -70,6 +71,8 @@ class _Supervisor:
     def run(self) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._end)
+        gc.collect()
+        gc.freeze()  # a collection in a worker would write to every object, and end the sharing of their memory
         for _ in range(self._settings.workers):
             self._start()
         host, port = self._listener.getsockname()[:2]

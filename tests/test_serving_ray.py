@@ -1,0 +1,69 @@
+"""The service on a local Ray: the same answers and refusals, each task where its weights are."""
+
+import os
+import socket
+from typing import Any
+
+import httpx
+import pytest
+from services import PATIENCE, new_store, offline, picture, until
+
+NAMES = ("birds", "cars", "dogs")
+
+
+@pytest.fixture
+def address(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_SERVE_MULTIPLEXED_MODEL_ID_MATCHING_TIMEOUT_S", "60")
+    import ray
+    from ray import serve
+
+    from bitgraft.serving import ray_app
+    from bitgraft.serving.settings import Settings
+
+    store, net = new_store(tmp_path, NAMES)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # else a busy machine lets them starve
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+    }
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables})
+    try:
+        ray_app.deploy(Settings(store=store.folder, port=port, workers=2, threads=1))
+        yield f"http://127.0.0.1:{port}", net
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest.mark.filterwarnings("default")
+def test_replicas_give_the_offline_answers_and_refuse_as_one_process_does(address):
+    url, net = address
+    with httpx.Client(base_url=url, timeout=PATIENCE, trust_env=False) as client:
+        for name in (*NAMES, "original") * 2:
+            said = client.post(f"/v1/predict/{name}", content=picture()).json()
+            assert said["answers"] == [offline(net, name, picture())]
+        both = client.post("/v1/predict", params={"task": NAMES[:2]}, content=picture(2)).json()
+        assert [task["answers"][0] for task in both["tasks"]] == [offline(net, name, picture(2)) for name in NAMES[:2]]
+        missing = client.post("/v1/predict/zebras", content=picture())
+        assert (missing.status_code, "known are birds" in missing.json()["error"]) == (404, True)
+        assert client.post("/v1/predict/birds", content=b"hello").status_code == 415
+        assert {row["name"] for row in client.get("/v1/tasks").json()["tasks"]} == {*NAMES, "original"}
+        assert client.get("/").status_code == 200
+    handle = ray_serve().get_deployment_handle("tasks", "bitgraft")
+    for name in NAMES:
+        until(lambda name=name: len(homes(handle, name)) == 1, f"{name} has no home")
+
+
+def homes(handle: Any, name: str) -> set[str]:
+    """Where 16 requests for a task land; by chance it would hardly be one replica of two."""
+    at = handle.options(multiplexed_model_id=name)
+    return {at.home.remote().result(timeout_s=PATIENCE) for _ in range(16)}
+
+
+def ray_serve() -> Any:
+    from ray import serve
+
+    return serve
