@@ -44,17 +44,14 @@ def download(repo: str, entry: Entry, folder: Path) -> Path:
         )
 
 
-def upload(repo: str, files: dict[str, bytes | Path], message: str, *, private: bool) -> str:
+def upload(repo: str, files: dict[str, bytes], message: str, *, private: bool) -> str:
     """Put files into a repository in one commit, making it if there is none; where to see them."""
     check_repo(repo)
     hub = _hub()
     with _talking(repo), _quiet():
         api = _api()
         api.create_repo(repo, private=private, exist_ok=True)
-        added = [
-            hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=held if isinstance(held, bytes) else str(held))
-            for name, held in files.items()
-        ]
+        added = [hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=data) for name, data in files.items()]
         return str(api.create_commit(repo, added, commit_message=message).commit_url)
 
 
@@ -104,12 +101,12 @@ def _talking(repo: str) -> Iterator[None]:
         ) from None
     except errors.RevisionNotFoundError:  # type: ignore[union-attr]
         raise SharingError(f"{repo} has no such revision on the Hub") from None
-    except errors.HfHubHTTPError as cause:  # type: ignore[union-attr]
-        code = getattr(cause.response, "status_code", "no code")
-        remedy = "log in with `hf auth login`, with a token that may do this" if code in (401, 403) else "try again"
-        raise SharingError(f"the Hub refused ({code}) for {repo}: {remedy}") from None
     except SharingError:
         raise
-    except Exception as cause:  # of the HTTP library beneath, which differs from version to version
+    except Exception as cause:  # among them those of the HTTP library beneath, which differs from version to version
+        code = getattr(getattr(cause, "response", None), "status_code", None)
+        if code is not None:
+            remedy = "log in with `hf auth login`, with a token that may do this" if code in (401, 403) else "try again"
+            raise SharingError(f"the Hub refused ({code}) for {repo}: {remedy}") from None
         said = SECRET.sub("…", str(cause).strip().partition("\n")[0])
         raise SharingError(f"the Hub could not be asked about {repo} ({type(cause).__name__}: {said})") from None

@@ -5,9 +5,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bitgraft import __version__
-from bitgraft.analysis import inspect_archive
-from bitgraft.archive import Archive
+from bitgraft.analysis import accuracy, inspect_archive
+from bitgraft.archive import Archive, from_bytes
 from bitgraft.errors import WrongBackboneError
+from bitgraft.files import read_whole
 from bitgraft.sharing import hub
 from bitgraft.store import SUFFIX, Store
 
@@ -19,24 +20,25 @@ def push(
 ) -> str:
     """Upload a task, checked first, and a model card; where to see the commit."""
     hub.check_repo(repo)
-    archive = store.archive(task)
+    store.archive(task)  # or say which tasks there are
+    data = bytes(read_whole(store.path(task)))
+    archive = from_bytes(data, str(store.path(task)))
     if archive.backbone != store.fingerprint:
         raise WrongBackboneError(f"{store.path(task)} belongs to another backbone than its store: it is not sent")
-    files: dict[str, Any] = {store.path(task).name: store.path(task)}
+    files = {store.path(task).name: data}
     if card:
-        files["README.md"] = model_card(store, task, repo, archive, licence).encode()
+        files["README.md"] = model_card(store, task, repo, archive, len(data), licence).encode()
     return hub.upload(repo, files, f"bitgraft task {task}", private=private)
 
 
-def model_card(store: Store, task: str, repo: str, archive: Archive, licence: str | None = None) -> str:
+def model_card(store: Store, task: str, repo: str, archive: Archive, size: int, licence: str | None = None) -> str:
     """README.md for a task's repository, from what its file says."""
     backbone, card = store.backbone.name, archive.card
-    size = store.path(task).stat().st_size
     bits = 8 * (size - inspect_archive(archive, size).bytes["head"]) / store.size.weights
     rows = {
         "method": card.method,
         "classes": None if card.classes is None else len(card.classes),
-        "accuracy": accuracy(archive.metrics),
+        "accuracy": _accuracy(archive.metrics),
         "backbone": f"{backbone}, fingerprint `{archive.backbone}`",
         "size": f"{size / 1e6:.2f} MB, {bits:.2f} bits per weight of the backbone, head apart",
         "input": json.dumps(dict(card.preprocessing)),
@@ -68,15 +70,9 @@ def model_card(store: Store, task: str, repo: str, archive: Archive, licence: st
     )
 
 
-def accuracy(metrics: Mapping[str, Any]) -> str | None:
-    """On test images where there were some, else on validation at the epoch that was kept."""
-    kept = "best" if metrics.get("kept") == "best" else "last"
-    for split, key, name in (("test", "test", "accuracy"), ("validation", kept, "val_accuracy")):
-        held = metrics.get(key)
-        value = held.get(name) if isinstance(held, dict) else None
-        if isinstance(value, int | float):
-            return f"{100 * value:.1f} % of {split} images"
-    return None
+def _accuracy(metrics: Mapping[str, Any]) -> str | None:
+    split, share = accuracy(metrics)
+    return None if share is None else f"{100 * share:.1f} % of {split} images"
 
 
 def _front(licence: str | None) -> Iterator[str]:

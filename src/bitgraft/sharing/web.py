@@ -69,9 +69,13 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
     ) -> Any:
-        check_address(newurl)
-        if _is_here(urlsplit(newurl).hostname or "") and not _is_here(urlsplit(req.full_url).hostname or ""):
-            raise SharingError(f"{without_secrets(req.full_url)} points at this machine itself, which is refused")
+        try:
+            check_address(newurl)
+            if _is_here(urlsplit(newurl).hostname or "") and not _is_here(urlsplit(req.full_url).hostname or ""):
+                raise SharingError(f"{without_secrets(req.full_url)} points at this machine itself, which is refused")
+        except SharingError:
+            fp.close()  # nobody else will
+            raise
         return super().redirect_request(req, fp, code, msg, headers, newurl)  # type: ignore[arg-type]
 
 
