@@ -23,7 +23,7 @@ bench: $(READY)
 	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e ".[bench]"
 	OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m benchmarks $(if $(ROWS),--rows $(ROWS)) $(if $(ROUNDS),--rounds $(ROUNDS))
 
-# About ten minutes on two idle cores: servers under mixed traffic, in turns.
+# About five minutes on two idle cores: servers under mixed traffic, in turns.
 load: $(READY)
 	$(BIN)/python -m benchmarks.load $(if $(ROUNDS),--rounds $(ROUNDS))
 

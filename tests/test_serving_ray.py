@@ -38,7 +38,7 @@ def address(tmp_path, monkeypatch):
         ray.shutdown()
 
 
-@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("ignore")  # Ray's own, of its own dependencies
 def test_replicas_give_the_offline_answers_and_refuse_as_one_process_does(address):
     url, net = address
     with httpx.Client(base_url=url, timeout=PATIENCE, trust_env=False) as client:

@@ -94,8 +94,10 @@ class Intake:
         upload = Upload()
         try:
             form = await parser.parse()
-        except (MultiPartException, KeyError) as problem:
-            reason = getattr(problem, "message", "it has no boundary")
+        except Refusal:
+            raise
+        except (MultiPartException, ValueError, KeyError) as problem:
+            reason = getattr(problem, "message", "") or "it is not what its header says"
             raise Refusal(400, f"the form cannot be read: {reason.rstrip('.')}") from problem
         for name, value in form.multi_items():
             if isinstance(value, UploadFile):
