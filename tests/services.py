@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import prometheus_client  # noqa: F401  (a service must count also where this was imported before it)
 import torch
 from PIL import Image
 

@@ -13,6 +13,9 @@ def share_folder() -> "tempfile.TemporaryDirectory[str]":
     """Where workers put their numbers; to be called before any of them starts."""
     folder = tempfile.TemporaryDirectory(prefix="bitgraft-metrics-")
     os.environ[FOLDER] = folder.name
+    from prometheus_client import values
+
+    values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]  # it may have chosen at an earlier import
     return folder
 
 
