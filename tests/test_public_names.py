@@ -14,6 +14,7 @@ NAMES = [
     "Network",
     "Task",
     "TaskError",
+    "compress",
     "fit",
     "method_names",
     "read_anatomy",

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from bitgraft.anatomy import Anatomy, read_anatomy
     from bitgraft.archive import Archive, read_archive
     from bitgraft.backbones import resnet26, wide_resnet
+    from bitgraft.compression.compress import compress
     from bitgraft.errors import ArchiveError, BackboneError, BitgraftError, TaskError
     from bitgraft.methods.registry import Method, method_names, register_method
     from bitgraft.network import Network
@@ -30,6 +31,7 @@ _HOMES = {
     "Network": "bitgraft.network",
     "Task": "bitgraft.task",
     "TaskError": "bitgraft.errors",
+    "compress": "bitgraft.compression.compress",
     "fit": "bitgraft.training.loop",
     "method_names": "bitgraft.methods.registry",
     "read_anatomy": "bitgraft.anatomy",
@@ -50,6 +52,7 @@ __all__ = [
     "Network",
     "Task",
     "TaskError",
+    "compress",
     "fit",
     "method_names",
     "read_anatomy",

@@ -70,6 +70,14 @@ def classes_in(state: Mapping[str, Tensor], model: nn.Module) -> int | None:
 def fit(state: Mapping[str, Tensor], model: nn.Module, source: str) -> None:
     """Copy the tensors into the network, or say everything that does not fit and change nothing."""
     expected = model.state_dict()
+    check(state, expected, type(model).__name__, source)
+    with torch.no_grad():
+        for name, tensor in state.items():
+            expected[name].copy_(tensor)
+
+
+def check(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], network: str, source: str) -> None:
+    """Refuse tensors whose names or shapes are not those that a network expects, with everything that does not fit."""
     missing = [name for name in expected if name not in state and not name.endswith(COUNTER)]
     unexpected = [name for name in state if name not in expected]
     misshapen = [
@@ -84,12 +92,8 @@ def fit(state: Mapping[str, Tensor], model: nn.Module, source: str) -> None:
     ]
     if any(faults):
         raise BackboneError(
-            f"{source} does not fit {type(model).__name__}: {'; '.join(filter(None, faults))}. "
-            "Is it a file for another network?"
+            f"{source} does not fit {network}: {'; '.join(filter(None, faults))}. Is it a file for another network?"
         )
-    with torch.no_grad():
-        for name, tensor in state.items():
-            expected[name].copy_(tensor)
 
 
 def write_weights(model: nn.Module, path: str | Path) -> None:

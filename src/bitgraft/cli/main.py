@@ -11,6 +11,7 @@ from bitgraft import __version__
 from bitgraft.cli import (
     anatomy,
     bench,
+    compress,
     data,
     demo,
     evaluate,
@@ -60,6 +61,7 @@ app.command("eval", epilog=evaluate.TRY)(evaluate.evaluate)
 app.command(epilog=predict.TRY)(predict.predict)
 app.command(epilog=tasks.TRY)(tasks.tasks)
 app.command(epilog=export.TRY)(export.export)
+app.command(epilog=compress.TRY)(compress.compress)
 app.command(epilog=push.TRY)(push.push)
 app.command(epilog=pull.TRY)(pull.pull)
 app.command(epilog=demo.TRY)(demo.demo)

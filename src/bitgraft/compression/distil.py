@@ -1,0 +1,100 @@
+"""Calibration: what a task can learn, it learns from the scores that the fine-tuned copy gives, without labels."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from bitgraft.network import Network
+from bitgraft.tracing import logits
+from bitgraft.training.config import ROLES, Config
+from bitgraft.training.learner import Loss
+from bitgraft.training.loop import fit
+from bitgraft.training.observers import Observer
+from bitgraft.training.placing import placed
+
+CALIBRATION = Config(
+    steps=100,
+    rates={**dict.fromkeys(ROLES, 1e-4), "scores": 1e-4},
+    optimizers=dict.fromkeys(ROLES, "adam"),
+    eps=1e-12,
+    schedule="cosine",
+    drop_after=None,
+    warmup=0.0,
+    statistics="kept",
+)
+"""Everything is near its goal already: small rates, and norm layers that keep the copy's statistics."""
+TEMPERATURE = 2.0
+
+
+def calibrate(
+    net: Network,
+    name: str,
+    teacher: str,
+    images: Any,
+    config: Config = CALIBRATION,
+    *,
+    masks: bool = False,
+    observers: Sequence[Observer] = (),
+    workers: int = 0,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[dict[str, Any]]:
+    """Train a task to give another's scores: its k, norm layers and the like; with `masks` R, too; never its head."""
+    task = net.tasks[name]
+    learned = list(task.roles())
+    for role, parameter in learned:
+        parameter.requires_grad_(role != "head" and (masks or role != "scores"))
+    try:
+        loss = soft_targets(net, teacher)
+        return fit(
+            net, name, Unlabelled(images), config=config, loss=loss, observers=observers, workers=workers, stop=stop
+        ).history
+    finally:
+        for _, parameter in learned:
+            parameter.requires_grad_(True)
+
+
+class Unlabelled(Dataset[tuple[Tensor, Tensor]]):
+    """Images whose targets are the images themselves: the loss asks the teacher what it makes of them."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        several = getattr(self.data, "__getitems__", None)
+        items = several(indices) if several is not None else [self.data[index] for index in indices]
+        return [(item[0], item[0]) for item in items]
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.data, "set_epoch"):
+            self.data.set_epoch(epoch)
+
+
+def soft_targets(net: Network, teacher: str, temperature: float = TEMPERATURE) -> Loss:
+    """How far a task's answers are from the teacher's: by Kullback and Leibler, softened, or squared for features."""
+    classes = net.tasks[teacher].eval().classes
+
+    def loss(output: Any, images: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = logits(net(placed(images, images.device), task=teacher)).float()
+        given = logits(output).float()
+        if classes is None:
+            return F.mse_loss(given, wanted)
+        return softened(given, wanted, temperature)
+
+    return loss
+
+
+def softened(given: Tensor, wanted: Tensor, temperature: float) -> Tensor:
+    """T² KL(softmax(wanted / T) || softmax(given / T)), the mean over a batch (Hinton et al., 2015)."""
+    ours, theirs = F.log_softmax(given / temperature, 1), F.log_softmax(wanted / temperature, 1)
+    return temperature**2 * F.kl_div(ours, theirs, reduction="batchmean", log_target=True)
