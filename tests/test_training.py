@@ -15,12 +15,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from bitgraft.errors import TrainingError
+from bitgraft.methods import registry
 from bitgraft.network import Network
 from bitgraft.training.batches import Batches
 from bitgraft.training.config import DECATHLON, IMAGENET_TO_SKETCH, QUICK, Config, preset
 from bitgraft.training.evaluation import score
 from bitgraft.training.loop import StoppedError, fit
-from bitgraft.training.optimisers import rate_factor
+from bitgraft.training.optimisers import build, centre, rate_factor
 
 
 def backbone() -> nn.Module:
@@ -267,6 +268,23 @@ def test_accumulation_equals_one_batch_where_no_statistics_are_taken():
         fit(net, "stripes", stripes(48, 1), None, SHORT.changed(accumulate=accumulate))
         tensors.append(net.tasks["stripes"].owned["9.weight"])
     assert torch.allclose(tensors[0], tensors[1], atol=1e-5)
+
+
+def test_centred_gradients_have_no_mean_over_a_filter():
+    """Of what makes up most of a task; norms, k and the head keep theirs."""
+    learned = {role: torch.nn.Parameter(torch.randn(4, 3, 2)) for role in ("scores", "weights", "head")}
+    learned["norms"] = torch.nn.Parameter(torch.randn(5))
+    config = Config(centre=True)
+    optimizers = build(learned.items(), config, registry.get("full").phases[0])
+    before = {role: torch.randn_like(parameter) for role, parameter in learned.items()}
+    for role, parameter in learned.items():
+        parameter.grad = before[role].clone()
+    centre(optimizers)
+    for role in ("head", "norms"):
+        assert torch.equal(learned[role].grad, before[role])
+    for role in ("scores", "weights"):
+        for mine, theirs in zip(learned[role].grad, before[role], strict=True):
+            assert torch.allclose(mine, theirs - theirs.mean(), atol=1e-6)
 
 
 def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_good_state(tmp_path):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from bitgraft.affine import affine, strided_like
+from bitgraft.affine import PACE, affine, strided_like
 from bitgraft.errors import CorruptError
 from bitgraft.methods import registry
 from bitgraft.methods.masked import MaskOptions, masked
@@ -366,7 +366,7 @@ def slow_following(made: Masked, tensor: torch.Tensor) -> torch.Tensor:
     for channel in range(len(tensor)):
         rows = slice(channel, channel + 1) if made.rule.per_channel else slice(None)
         one = (lambda value: value[channel]) if made.rule.per_channel else (lambda value: value)  # noqa: B023
-        size = made.scores.detach()[rows].abs().mean() * (1 + one(k[2]))
+        size = made.scores.detach()[rows].abs().mean() * torch.exp(PACE * one(k[2]))
         mask = (made.scores.detach()[channel] >= 0).float()
         kept = tensor[channel] * (one(k[0]) if 0 in k else 1) + one(k[3]) * tensor[channel] * mask
         out[channel] = kept + one(made.shift.detach()) + size * (2 * mask - 1)
@@ -411,12 +411,12 @@ def test_gradients_where_k2_follows_the_scores(per):
     size = made.scores.detach().abs().mean((1, 2, 3) if per == "channel" else None)
     mask = made.mask().float()
     slow = k0.view(wide) * tensor + k3.view(wide) * tensor * mask + shift.view(wide)
-    slow = slow + (size * (1 + kappa)).view(wide) * (2 * mask - 1)
+    slow = slow + (size * torch.exp(PACE * kappa)).view(wide) * (2 * mask - 1)
     slow.backward(upstream)
     for mine, theirs in zip(made.k.grad, (k0.grad, kappa.grad, k3.grad), strict=True):
         assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6)
     assert torch.allclose(made.shift.grad, shift.grad, rtol=1e-4, atol=1e-6)
-    k2 = 2 * (size * (1 + kappa.detach())).view(wide)
+    k2 = 2 * (size * torch.exp(PACE * kappa.detach())).view(wide)
     assert torch.allclose(made.scores.grad, upstream * (1 + k3.detach().view(wide) * tensor / k2), rtol=1e-4, atol=1e-5)
 
 

@@ -51,12 +51,15 @@ class MaskRule:
         return [i for i, value in enumerate(self.fixed) if value is None]
 
 
+PACE = 3.0  # how much faster than the other k a k2 learns that follows R
+
+
 @dataclass(frozen=True)
 class Coordinates:
     """Where the four k come from: constants, the learned rows among k0, k2 and k3, and k1 by itself.
 
-    Where k2 follows R it is 2 mean|R| (1 + its row), and k1 is `shift` less half of k2: W~ moves by the mean size of R,
-    up or down as R's sign says.
+    Where k2 follows R it is 2 mean|R| exp(PACE its row), and k1 is `shift` less half of k2: W~ moves by the mean size of
+    R, up or down as R's sign says, and learns quickly whether that is too much or too little.
     """
 
     kept: tuple[int, ...]
@@ -74,17 +77,18 @@ class Coordinates:
         if shift is not None:
             rows[1] = shift
         if size is not None:
-            half = size * (1 + rows[2])
+            half = size * torch.exp(PACE * rows[2])
             rows[1], rows[2] = rows[1] - half, 2 * half
         return torch.stack(rows)
 
     def gradients(
-        self, to_values: Tensor, shifted: bool, size: Tensor | None = None
+        self, to_values: Tensor, shifted: bool, k2: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """dE/dk and dE/dshift from dE/dk0..k3."""
-        if size is not None:
-            k0, k1, k2, k3 = to_values.unbind()
-            to_values = torch.stack([k0, k1, size * (2 * k2 - k1), k3])
+        """dE/dk and dE/dshift from dE/dk0..k3, and from k2 itself where it follows R."""
+        if k2 is not None:
+            rows = list(to_values.unbind())
+            rows[2] = PACE * k2 * (rows[2] - rows[1] / 2)
+            to_values = torch.stack(rows)
         return to_values[list(self.kept)] if self.kept else None, to_values[1] if shifted else None
 
 
@@ -125,7 +129,7 @@ class LearnedAffine(torch.autograd.Function):
     ) -> Tensor:
         size = mean_size(scores, rule.threshold, channel) if coordinates.follows else None
         values = coordinates.values(constants, k, shift, size)
-        ctx.save_for_backward(scores, values, weight, size)
+        ctx.save_for_backward(scores, values, weight)
         ctx.rule, ctx.coordinates, ctx.channel, ctx.shifted = rule, coordinates, channel, shift is not None
         if _in_rows(channel) and kernels.suits(weight, scores):
             return kernels.forward(scores, rule.threshold, weight, _maps(values))
@@ -134,8 +138,9 @@ class LearnedAffine(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        scores, values, weight, size = ctx.saved_tensors
+        scores, values, weight = ctx.saved_tensors
         rule: MaskRule = ctx.rule
+        follows = ctx.coordinates.follows
         if _in_rows(ctx.channel) and grad.dtype == torch.float32 and kernels.suits(weight, scores):
             found = _fast_gradients(grad, scores, values, weight, rule)
         else:
@@ -144,10 +149,11 @@ class LearnedAffine(torch.autograd.Function):
         to_scores = to_k = to_shift = None
         if to_mask is not None:
             to_scores = through_surrogate(to_mask, scores, rule.threshold, rule.surrogate).to(scores.dtype)
-            if size is not None:  # as if R itself were added: else Adam's moments would lag behind a k2 that grows
+            if follows:  # as if R itself were added: else Adam's moments would lag behind a k2 that grows
                 to_scores = to_scores / values[2].view(ctx.channel)
         if sums is not None:
-            to_k, to_shift = ctx.coordinates.gradients(sums.view_as(values).to(values.dtype), ctx.shifted, size)
+            to_values = sums.view_as(values).to(values.dtype)
+            to_k, to_shift = ctx.coordinates.gradients(to_values, ctx.shifted, values[2] if follows else None)
         return to_scores, to_k, to_shift, None, None, None, None, None
 
 

@@ -178,7 +178,7 @@ class Masked(Transform):
 
     @torch.no_grad()
     def follow(self, reach: float, rng: torch.Generator) -> None:
-        """Let k2 follow R, which begins at random within this reach: W~ = W ± mean|R|.
+        """Let k2 follow R, which begins at random within this reach: W~ = W ± mean|R|, times a factor that is learned.
 
         From the paper's start, where k2 = 0, a bit's meaning changes whenever k2 changes its sign, and what R has
         gathered until then is lost. Here R is what fine-tuning would add to W, and W~ has its sign and mean size: a bit

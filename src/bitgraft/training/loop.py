@@ -188,7 +188,8 @@ class _Run:
 
     def _step(self, name: str, batch: tuple[Tensor, Any], whole: int) -> None:
         images, targets = batch
-        images = images.to(self.accelerator.device, non_blocking=True)
+        layout = torch.channels_last if images.dim() == 4 else torch.preserve_format  # convolutions are faster in it
+        images = images.to(self.accelerator.device, non_blocking=True, memory_format=layout)
         targets = targets.to(self.accelerator.device, non_blocking=True)
         world = self.accelerator.num_processes
         parts = list(zip(images.chunk(self.config.accumulate), targets.chunk(self.config.accumulate), strict=True))

@@ -23,6 +23,7 @@ def build(learned: Iterable[tuple[str, nn.Parameter]], config: Config, phase: Ph
         settings = [
             {
                 "params": parameters,
+                "centred": config.centre and role in ("scores", "weights"),
                 "lr": phase.rate if phase.rate is not None else config.rates[role],
                 "weight_decay": config.weight_decay.get(role, 0.0),
             }
@@ -58,9 +59,20 @@ def set_rates(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> Non
             group["lr"] = group["base"] * factor
 
 
+@torch.no_grad()
+def centre(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Take the mean off the gradient of each filter, where the configuration says so (gradient centralisation)."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"] if group.get("centred") else ():
+                if parameter.grad is not None and parameter.dim() > 1 and parameter[0].numel() > 1:
+                    parameter.grad -= parameter.grad.mean(tuple(range(1, parameter.dim())), keepdim=True)
+
+
 def advance(optimizers: Sequence[Any], scaler: torch.amp.GradScaler | None) -> None:
     """One step of each, as accelerate wraps them. The scaler of fp16 may move only when all have taken theirs;
     accelerate would move it after each."""
+    centre(optimizers)
     for optimizer in optimizers:
         if scaler is None:
             optimizer.step()
