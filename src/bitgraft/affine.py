@@ -58,8 +58,8 @@ PACE = 3.0  # how much faster than the other k a k2 learns that follows R
 class Coordinates:
     """Where the four k come from: constants, the learned rows among k0, k2 and k3, and k1 by itself.
 
-    Where k2 follows R it is 2 mean|R| exp(PACE its row), and k1 is `shift` less half of k2: W~ moves by the mean size of
-    R, up or down as R's sign says, and learns quickly whether that is too much or too little.
+    Where k2 follows R it is 2 mean|R| exp(PACE its row), and k1 is `shift` less half of k2: W~ moves by the mean size
+    of R, up or down as R's sign says, and learns quickly whether that is too much or too little.
     """
 
     kept: tuple[int, ...]

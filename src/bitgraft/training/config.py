@@ -37,8 +37,8 @@ class Config:
     follow: float = 0.0
     """R begins at random within this reach, and k2 follows its mean size (`Masked.follow`); 0 is the paper's start."""
     centre: bool = False
-    """Take the mean off each filter's gradient. Else a step moves all of a filter at once, which an input with a mean of
-    its own (a white page) feels most."""
+    """Take the mean off each filter's gradient. Else a step moves all of a filter at once, which an input with a mean
+    of its own (a white page) feels most."""
     statistics: Literal["batch", "kept"] = "batch"
     """What a task's own norm layers normalise by in training: the batch, or running statistics that stay as they are
     (small images and batches make for poor statistics)."""
