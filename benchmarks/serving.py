@@ -131,7 +131,7 @@ def forward(folder: Path, rounds: int) -> Iterator[Row]:
 
 
 def mixed(folder: Path, rounds: int) -> Iterator[Row]:
-    """Memory decides how: with room for one task's weights at a time, or with all eight kept."""
+    """Memory decides how: layer by layer, a layer's weights of one task at a time, or with all eight tasks kept."""
     model = backbone()
     names = [f"task-{i}" for i in range(8)]
     makers = {active: bitgraft.Network(model, active=active).eval() for active in (1, 8)}
@@ -153,9 +153,10 @@ def mixed(folder: Path, rounds: int) -> Iterator[Row]:
         with torch.inference_mode():
             net(images, task=wanted)
 
-    size = sum(p.numel() * 4 for p in model.parameters())
+    sizes = [p.numel() * 4 for p in model.parameters()]
+    size = sum(sizes)
     for active, net in makers.items():
-        held = (1 + active) * size + 8 * _ideal(net.tasks[names[0]])
+        held = size + (max(sizes) if active == 1 else 8 * size) + 8 * _ideal(net.tasks[names[0]])
         yield compare(
             f"mixed-{active}",
             f"mixed batch of 32 images over 8 tasks, {active} kept at work",

@@ -39,7 +39,7 @@ class Graft:
         self._stamp: tuple[Any, ...] | None = None
         with torch.inference_mode(False):  # tensors made in inference mode would be of no use to learning later
             self.module = private_copy(task.anatomy.backbone)
-            self._slots = _slots(self.module, task.anatomy)
+            self._slots = slots(self.module, task.anatomy)
             self._still = {
                 holds: _still_layers(self.module, set() if holds else set(task.owned)) for holds in (False, True)
             }
@@ -136,25 +136,28 @@ class Graft:
                 tensor.register_hook(partial(_drop, self._slots[name], weakref.ref(tensor)))  # type: ignore[no-untyped-call]
 
     def _held(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor as modules hold it, out of gradients' reach.
-
-        Where there are no gradients, it asks for them as the backbone's does: torch.matmul looks at that flag to
-        choose between two ways of computing, and the results differ in the last bit.
-        """
-        model = self.task.anatomy.tensor(name)
-        if not isinstance(model, nn.Parameter):
-            return tensor
-        return nn.Parameter(tensor.detach(), requires_grad=model.requires_grad and not self._grad)
+        return held(self.task.anatomy.tensor(name), tensor, self._grad)
 
 
-def _drop(slots: list[Slot], held: "weakref.ref[Tensor]", grad: Tensor) -> None:
+def held(model: Tensor, tensor: Tensor, grad: bool = False) -> Tensor:
+    """A tensor as modules hold it in the place of `model`, out of gradients' reach.
+
+    Where there are no gradients, it asks for them as the backbone's does: torch.matmul looks at that flag to choose
+    between two ways of computing, and the results differ in the last bit.
+    """
+    if not isinstance(model, nn.Parameter):
+        return tensor
+    return nn.Parameter(tensor.detach(), requires_grad=model.requires_grad and not grad)
+
+
+def _drop(places: list[Slot], before: "weakref.ref[Tensor]", grad: Tensor) -> None:
     """Empty the slots, unless a later step has put something else there."""
-    for holder, key in slots:
-        if holder[key] is not None and holder[key] is held():
+    for holder, key in places:
+        if holder[key] is not None and holder[key] is before():
             holder[key] = None
 
 
-def _slots(module: nn.Module, anatomy: Anatomy) -> dict[str, list[Slot]]:
+def slots(module: nn.Module, anatomy: Anatomy) -> dict[str, list[Slot]]:
     """Where each of the backbone's tensors is held in a copy of its module tree."""
     return {
         name: [slot for path, attribute in places for slot in _holders(module.get_submodule(path), attribute)]

@@ -1,7 +1,7 @@
 """Tasks that keep their computed weights, the least recently used of which goes first."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from bitgraft.errors import TaskError
 from bitgraft.graft import Graft
@@ -37,6 +37,11 @@ class Grafts:
             self.bytes += size
         self._held.move_to_end(key)
         return self._held[key][0]
+
+    def can_keep(self, tasks: Iterable[Task]) -> bool:
+        """There is room for all of these at once."""
+        sizes = [computed_bytes(task) for task in tasks]
+        return len(sizes) <= self.count and (self.memory is None or sum(sizes) <= self.memory)
 
     def _fits(self, size: int) -> bool:
         return len(self._held) < self.count and (self.memory is None or self.bytes + size <= self.memory)

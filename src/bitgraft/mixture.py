@@ -1,0 +1,149 @@
+"""Several tasks in one pass over the backbone: at each layer one task after another, each on its own images.
+
+A layer's weights are computed for one task, used, and gone before the next task's: they hardly leave the processor's
+cache, and at no time is more than one layer of one task there. So a batch over many tasks needs the memory of one network
+and the tasks' bits.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.amp.autocast_mode import is_autocast_available
+
+from bitgraft.anatomy import Anatomy
+from bitgraft.graft import held, slots
+from bitgraft.task import Task
+from bitgraft.tracing import logits, private_copy
+
+
+class UnevenError(Exception):
+    """The backbone does not keep images apart along the first dimension: tasks must run one by one."""
+
+
+class Part:
+    """What one task puts in the place of the backbone's tensors."""
+
+    def __init__(self, task: Task) -> None:
+        self.revision, self.transforms = task.revision, task.transforms
+        self.owned = {name: held(task.anatomy.tensor(name), tensor) for name, tensor in task.owned.items()}
+
+    def replaces(self, name: str) -> bool:
+        return name in self.transforms or name in self.owned
+
+    def tensor(self, name: str, model: Tensor) -> Tensor:
+        transform = self.transforms.get(name)
+        if transform is not None:
+            return held(model, transform(model.detach()))
+        owned = self.owned.get(name, model)
+        return owned if owned.dtype == model.dtype else held(model, owned.to(model.dtype))
+
+    def tail(self, names: Sequence[str]) -> nn.Module | None:
+        tails = [self.transforms[name].tail for name in names if name in self.transforms]
+        return next((tail for tail in tails if tail is not None), None)
+
+
+class Mixture:
+    """A module tree of the backbone's in which each layer runs every task's images with that task's tensors."""
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        self.anatomy = anatomy
+        self._lock = threading.Lock()
+        self._known: WeakKeyDictionary[Task, Part] = WeakKeyDictionary()
+        self._parts: list[Part] = []
+        self._images: list[int] = []
+        self._base: dict[str, Tensor] = {}
+        self._widths: list[int | None] = []
+        with torch.inference_mode(False):
+            self._module = private_copy(anatomy.backbone).eval()
+            self._slots = slots(self._module, anatomy)
+        self._names: dict[str, list[str]] = {}
+        for name, places in anatomy.places.items():
+            for path, _ in places:
+                self._names.setdefault(path, []).append(name)
+        self._layers = {path for path in self._names if not any(o.startswith(f"{path}.") for o in self._names) and path}
+        for path in self._layers:
+            layer = self._module.get_submodule(path)
+            layer.forward = partial(self._run, path, layer.forward)
+
+    def takes(self, tasks: Sequence[Task]) -> bool:
+        """Nothing learns, and what is replaced lies in layers that take one tensor and give one."""
+        device = self.anatomy.tensor(next(iter(self.anatomy.places))).device.type
+        if torch.is_grad_enabled() or (is_autocast_available(device) and torch.is_autocast_enabled(device)):
+            return False
+        return all(
+            not task.training
+            and task.card.head in ("classes", "keep")
+            and all(path in self._layers for name in _replaced(task) for path, _ in self.anatomy.places[name])
+            for task in tasks
+        )
+
+    @contextmanager
+    def claimed(self) -> Iterator[bool]:
+        """Whether this thread may have it now; it is one module tree."""
+        mine = self._lock.acquire(blocking=False)
+        try:
+            yield mine
+        finally:
+            if mine:
+                self._lock.release()
+
+    def __call__(self, images: Tensor, tasks: Sequence[tuple[Task, int]], *args: Any, **kwargs: Any) -> list[Tensor]:
+        """Scores of each task's images, which stand one task after another in the batch."""
+        self._parts, self._images = [self._part(task) for task, _ in tasks], [count for _, count in tasks]
+        self._base = {name: self.anatomy.tensor(name) for name in self.anatomy.places}
+        self._widths = [None] * len(tasks)
+        self._install(self._base)
+        try:
+            scores = logits(self._module(images, *args, **kwargs))
+        finally:
+            self._parts, self._base = [], {}
+        wide = scores.split(self._images)
+        return [part[:, :width] for part, width in zip(wide, self._widths, strict=True)]
+
+    def _part(self, task: Task) -> Part:
+        known = self._known.get(task)
+        if known is None or known.revision != task.revision:
+            known = self._known[task] = Part(task)
+        return known
+
+    def _run(self, path: str, forward: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        names, total = self._names[path], sum(self._images)
+        if not any(part.replaces(name) for part in self._parts for name in names):
+            return forward(x, *args, **kwargs)
+        if args or kwargs or len(x) != total or (x.dim() == 3 and x.shape[1] == total):  # which of the two are images?
+            raise UnevenError
+        outputs = []
+        for part, images in zip(self._parts, x.split(self._images), strict=True):
+            self._install({name: part.tensor(name, self._base[name]) for name in names})
+            output, tail = forward(images), part.tail(names)
+            outputs.append(output if tail is None else tail(output))
+        self._install({name: self._base[name] for name in names})
+        if path != self.anatomy.head:
+            return torch.cat(outputs)
+        if outputs[0].dim() == 3:
+            raise UnevenError
+        self._widths = [output.shape[1] for output in outputs]
+        return _padded(outputs, max(output.shape[1] for output in outputs))
+
+    def _install(self, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            for holder, key in self._slots[name]:
+                holder[key] = tensor
+
+
+def _replaced(task: Task) -> set[str]:
+    return {*task.transforms, *task.owned}
+
+
+def _padded(outputs: list[Tensor], width: int) -> Tensor:
+    """One batch again. Heads differ in width: the narrower ones get columns that nobody reads."""
+    wide = outputs[0].new_zeros(sum(map(len, outputs)), width, *outputs[0].shape[2:])
+    for rows, output in zip(wide.split([len(output) for output in outputs]), outputs, strict=True):
+        rows[:, : output.shape[1]] = output
+    return wide
