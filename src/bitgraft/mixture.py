@@ -1,8 +1,8 @@
 """Several tasks in one pass over the backbone: at each layer one task after another, each on its own images.
 
 A layer's weights are computed for one task, used, and gone before the next task's: they hardly leave the processor's
-cache, and at no time is more than one layer of one task there. So a batch over many tasks needs the memory of one network
-and the tasks' bits.
+cache, and at no time is more than one layer of one task there. So a batch over many tasks needs the memory of one
+network and the tasks' bits.
 """
 
 import threading
