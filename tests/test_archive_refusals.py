@@ -377,7 +377,8 @@ def test_classes_and_kinds_of_head_that_do_not_go_together(tmp_path: Path) -> No
         (put("metrics", None), CorruptError, "'metrics' is None"),
         (put("preprocessing", "x"), CorruptError, "'preprocessing' is 'x'"),
         (put("leans_on", ["a"]), CorruptError, "'leans_on' is"),
-        (put("leans_on", {"other": LATER}), CorruptError, "method 'full' cannot lean on"),
+        (put("leans_on", {"other": LATER}), MissingTaskError, "builds on another task 'other'"),
+        (put("leans_on", {"a": LATER, "b": LATER}), CorruptError, "method 'full' cannot lean on"),
         (put("leans_on", {"other": "short"}), CorruptError, "64 hexadecimal digits"),
         (put("backbone", "abc"), CorruptError, "64 hexadecimal digits"),
         (put("backbone", None), CorruptError, "64 hexadecimal digits"),
@@ -540,7 +541,7 @@ WRONG: dict[str, st.SearchStrategy[Any]] = {
 
 
 def load(data: bytes) -> bitgraft.Task:
-    return revival.revive(archive.from_bytes(data), NET.anatomy, {}, None)
+    return revival.revive(archive.from_bytes(data), NET.anatomy, (), None)
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)

@@ -281,7 +281,7 @@ def test_a_backbone_without_values_is_refused_and_parts_go_where_the_backbone_is
         with pytest.raises(BackboneError, match="no values"):
             empty.load_task(tmp_path / method)
         assert not empty.tasks
-        revived = revival.revive(bitgraft.read_archive(tmp_path / method), empty.anatomy, {}, None)
+        revived = revival.revive(bitgraft.read_archive(tmp_path / method), empty.anatomy, (), None)
         held = [*revived.parameters(), *revived.buffers()]
         assert held
         assert all(tensor.is_meta for tensor in held)

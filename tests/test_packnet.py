@@ -331,10 +331,10 @@ def test_bits_count_masks_and_values():
 def test_parts_that_do_not_fit_are_refused_and_change_nothing():
     weight = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
     method, about = registry.get("packnet"), Weight("w", weight.shape, "linear")
-    first = method.build(about, weight, method.options, None, None)
+    first = method.build(about, weight, method.options, None, ())
     first.prune(0.5)
     parts = first.parts()
-    blank = method.build(about, weight, method.options, None, None)
+    blank = method.build(about, weight, method.options, None, ())
     everything = torch.full((3,), 255, dtype=torch.uint8)
     for bad, message in [
         ({"values": parts["values"]}, "should have a mask of 3 bytes"),

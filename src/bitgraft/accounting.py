@@ -126,7 +126,7 @@ def file_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def _cost(anatomy: Anatomy, method: registry.Method) -> tuple[int, int]:
-    transforms = registry.transforms(method, anatomy, method.options, None, {})
+    transforms = registry.transforms(method, anatomy, method.options, None)
     owned = registry.owned(method, anatomy, method.options)
     task = Task(Card(method.name, method.name, {}, "keep"), anatomy, transforms, owned, None)
     return task.bits(statistics=False), file_bytes(_filed(task))

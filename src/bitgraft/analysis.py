@@ -153,7 +153,7 @@ def _kind(key: str, archive: Archive) -> str:
     if last in STATISTICS or part.endswith(STATISTICS):
         return "statistics"
     if colon:
-        return {"mask": "masks", "free": "masks", "k": "k"}.get(part, "weights")
+        return {"mask": "masks", "free": "masks", "k": "k", "borrowed": "k"}.get(part, "weights")
     return "norms" if _in_norm(layer, last, archive) else "weights"
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,10 +107,10 @@ def rename(archive: Archive, name: str) -> Archive:
     return replace(archive, card=replace(archive.card, name=check_name(name)))
 
 
-def lean(archive: Archive, name: str) -> Archive:
-    """The same task, where the one that it leans on goes by another name."""
-    (digest,) = archive.card.leans_on.values()
-    return replace(archive, card=replace(archive.card, leans_on={name: digest}))
+def lean(archive: Archive, names: Sequence[str]) -> Archive:
+    """The same task, where those that it leans on go by these names."""
+    leans_on = dict(zip(names, archive.card.leans_on.values(), strict=True))
+    return replace(archive, card=replace(archive.card, leans_on=leans_on))
 
 
 def content(archive: Archive) -> str:

@@ -32,7 +32,7 @@ def read_card(about: Mapping[str, Any], source: str) -> Card:
     """The card in a file's metadata. Whatever is wrong there is an `ArchiveError` that says what."""
     _check_fields(about, source)
     method = _method(about["method"], source)
-    if len(about["leans_on"]) > (1 if method.leans else 0):
+    if not _may_lean(method, about["leans_on"]):
         raise CorruptError(f"{source}: a task of method {method.name!r} cannot lean on {list(about['leans_on'])}")
     return Card(
         name=check_name(about["name"]),
@@ -68,6 +68,12 @@ def _check_fields(about: Mapping[str, Any], source: str) -> None:
     if about["head"] not in get_args(HeadKind):
         known = ", ".join(get_args(HeadKind))
         raise CorruptError(f"{source}: there is no kind of head {about['head']!r}, known are {known}; it is not usable")
+
+
+def _may_lean(method: registry.Method, earlier: Mapping[str, str]) -> bool:
+    """One predecessor, or any number of different tasks to borrow from."""
+    most = len(set(earlier.values())) if method.borrows else 1 if method.leans else 0
+    return len(earlier) <= most
 
 
 def _method(name: Any, source: str) -> registry.Method:

@@ -22,7 +22,7 @@ FORMAT = 1
 LINE = 64  # bytes
 DEPTH = 32  # how deep metadata may be nested
 HEADER_LIMIT = 100_000_000  # bytes; safetensors reads no longer one
-ORDERED = ("shapes",)  # metadata whose own order means something
+ORDERED = ("leans_on", "shapes")  # metadata whose own order means something
 BLANK = "0" * 64
 CHECKSUM = re.compile(rb'(?<=\\"checksum\\":\\")[0-9a-f]{64}(?=\\")')
 DTYPES = {

@@ -10,12 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bitgraft import archive, heads, revival
+from bitgraft import archive, heads, leaning, revival
 from bitgraft.anatomy import read_anatomy
-from bitgraft.errors import MissingTaskError, TaskError, UnknownTaskError, WrongBackboneError
+from bitgraft.errors import TaskError, UnknownTaskError, WrongBackboneError
 from bitgraft.graft import Graft
 from bitgraft.grafts import Grafts
 from bitgraft.methods import registry
+from bitgraft.mixture import Mixture, UnevenError
 from bitgraft.task import Card, Task, check_name, dotless, dotted
 from bitgraft.tracing import logits
 from bitgraft.weights import write_weights
@@ -57,6 +58,8 @@ class Network(nn.Module):
         self._fingerprint: str | None = None
         self._grafts = Grafts(active, memory)
         self._pinned: dict[str, Graft] = {}
+        self._mixture: Mixture | None = None
+        self._uneven = False  # the backbone cannot run several tasks in one pass
         self._lock = threading.RLock()
         self.train(backbone.training)
 
@@ -104,6 +107,8 @@ class Network(nn.Module):
         head: nn.Module | Literal["auto", "keep"] | None = "auto",
         seed: int = 0,
         preprocessing: Mapping[str, Any] | None = None,
+        borrow: Sequence[str] = (),
+        start: str | None = None,
         **options: Any,
     ) -> Task:
         """Add a task that is ready to learn.
@@ -115,14 +120,17 @@ class Network(nn.Module):
                 is; a module takes the last layer's place; None gives features.
             seed: what the task starts from depends on this alone, not on the order of tasks.
             preprocessing: stored in the file; by default what the backbone states (timm's configuration).
+            borrow: earlier tasks whose masks are mixed in (method full); they are frozen, and needed from then on.
+            start: an earlier task to begin as, head apart (method full); it is not needed afterwards.
             **options: of the method.
         """
         self._check_new(name)
         recipe = registry.get(method)
         chosen = recipe.with_options(options)
         rng = torch.Generator().manual_seed(seed)
-        before = self._stand_on(recipe)
-        transforms = registry.transforms(recipe, self.anatomy, chosen, rng, before.transforms if before else {})
+        first = leaning.named(recipe, self.tasks, start) if start is not None else None
+        before = leaning.chosen(recipe, self.tasks, borrow)
+        transforms = registry.transforms(recipe, self.anatomy, chosen, rng, [task.transforms for task in before])
         owned = registry.owned(recipe, self.anatomy, chosen)
         kind, names, tensors, module = heads.plan(self.anatomy, classes, head, rng)
         card = Card(
@@ -132,19 +140,17 @@ class Network(nn.Module):
             head=kind,
             classes=names,
             preprocessing=dict(heads.stated_preprocessing(self.backbone) if preprocessing is None else preprocessing),
-            leans_on={before.name: archive.content(archive.pack_task(before, ""))} if before else {},
+            leans_on={task.name: leaning.fingerprint(task) for task in before},
         )
-        if before is not None:
-            before.freeze()
-        return self._keep(Task(card, self.anatomy, transforms, {**owned, **tensors}, module))
+        task = Task(card, self.anatomy, transforms, {**owned, **tensors}, module)
+        if first is not None:
+            task.start_from(first)
+        leaning.hold(before)
+        return self._keep(task)
 
     def remove_task(self, name: str) -> None:
         """Forget a task. Nothing else changes."""
-        leaning = [other.name for other in self.tasks.values() if name in other.card.leans_on]
-        if leaning:
-            raise TaskError(
-                f"task {name!r} cannot be removed: {', '.join(map(repr, leaning))} would not run without it"
-            )
+        leaning.refuse_removal(name, self.tasks.values())
         self._added(name)
         with self._lock:
             del self._tasks[dotless(name)]
@@ -172,10 +178,11 @@ class Network(nn.Module):
                 f"{path} belongs to a backbone with fingerprint {filed.backbone[:12]}, "
                 f"this one has {self.fingerprint[:12]}: build the backbone with the weights that the task was made for"
             )
-        before = self._leant_on(filed.card)
-        if before is not None:
-            filed = archive.lean(filed, before.name)
-        return self._keep(revival.revive(filed, self.anatomy, before.transforms if before else {}, head))
+        before = leaning.found(filed.card, self.tasks)
+        filed = archive.lean(filed, [task.name for task in before])
+        task = revival.revive(filed, self.anatomy, [task.transforms for task in before], head)
+        leaning.hold(before)
+        return self._keep(task)
 
     def export(self, task: str | None = None) -> nn.Module:
         """The task as an ordinary module of the backbone's own class, with plain weights, in evaluation mode."""
@@ -208,13 +215,38 @@ class Network(nn.Module):
             raise TaskError(f"{len(images)} images came with {len(tasks)} task names: give one name per image")
         for name in set(tasks):
             self._find(name)
+        rows = {name: [i for i, wanted in enumerate(tasks) if wanted == name] for name in dict.fromkeys(tasks)}
+        found = self._layer_by_layer(images, rows, *args, **kwargs)
+        if found is None:
+            found = {name: logits(self._ready(name)(images[where], *args, **kwargs)) for name, where in rows.items()}
         results: list[Tensor] = [images] * len(tasks)
-        for name in dict.fromkeys(tasks):
-            rows = [row for row, wanted in enumerate(tasks) if wanted == name]
-            scores = logits(self._ready(name)(images[rows], *args, **kwargs))
-            for row, score in zip(rows, scores, strict=True):
+        for name, where in rows.items():
+            for row, score in zip(where, found[name], strict=True):
                 results[row] = score
         return results
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _layer_by_layer(
+        self, images: Tensor, rows: Mapping[str, list[int]], *args: Any, **kwargs: Any
+    ) -> dict[str, Tensor] | None:
+        """Scores of tasks that cannot all keep their computed weights, if the backbone can run them in one pass."""
+        tasks = {name: self._find(name) for name in rows}
+        with self._lock:
+            if self._grafts.can_keep(tasks.values()) or self._uneven or any(name in self._pinned for name in tasks):
+                return None
+            if self._mixture is None:
+                self._mixture = Mixture(self.anatomy)
+            mixture = self._mixture
+        with mixture.claimed() as mine:
+            if not mine or not mixture.takes(list(tasks.values())):
+                return None
+            ordered = images[[row for where in rows.values() for row in where]]
+            try:
+                counted = [(tasks[name], len(where)) for name, where in rows.items()]
+                return dict(zip(rows, mixture(ordered, counted, *args, **kwargs), strict=True))
+            except UnevenError:
+                self._uneven = True
+                return None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _ready(self, name: str | None) -> Graft:
@@ -256,25 +288,6 @@ class Network(nn.Module):
             self._tasks[dotless(task.name)] = task.train(self.training)
         return task
 
-    def _stand_on(self, method: registry.Method) -> Task | None:
-        """The last task of a method whose tasks build on one another."""
-        chain = [task for task in self.tasks.values() if task.card.method == method.name]
-        return chain[-1] if method.leans and chain else None
-
-    def _leant_on(self, card: Card) -> Task | None:
-        """The task that another stands on, known by its content; the name that it had then is where to look first."""
-        for name, content in card.leans_on.items():
-            chain = [task for task in self.tasks.values() if task.card.method == card.method]
-            for task in sorted(chain, key=lambda task: task.name != name):
-                if archive.content(archive.pack_task(task, "")) == content:
-                    return task
-            if name in self.tasks:
-                raise MissingTaskError(f"task {card.name!r} builds on another task {name!r} than the one that is here")
-            raise MissingTaskError(
-                f"task {card.name!r} builds on task {name!r}, which is not here under any name: load that one first"
-            )
-        return None
-
     def train(self, mode: bool = True) -> "Network":
         """Set the mode of every task; the backbone keeps its own."""
         self.training = mode
@@ -289,10 +302,11 @@ class Network(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         with self._lock:
             self._grafts.drop()
+            self._mixture = None
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_grafts": None, "_pinned": None, "_lock": None}
+        return {**self.__dict__, "_grafts": None, "_pinned": None, "_mixture": None, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

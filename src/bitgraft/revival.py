@@ -1,6 +1,6 @@
 """From what a file holds to a task on its backbone, everything checked before anything is changed."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -16,14 +16,19 @@ from bitgraft.task import Card, Task
 from bitgraft.transforms import Transform
 
 
-def revive(archive: Archive, anatomy: Anatomy, before: Mapping[str, Transform], head: nn.Module | None) -> Task:
-    """The task that a file holds, frozen, on the backbone that it belongs to. What does not fit changes nothing."""
+def revive(
+    archive: Archive, anatomy: Anatomy, before: Sequence[Mapping[str, Transform]], head: nn.Module | None
+) -> Task:
+    """The task that a file holds, frozen, on the backbone that it belongs to. What does not fit changes nothing.
+
+    `before` are the transforms of the tasks that it leans on, in its file's order.
+    """
     card, parts, owned = archive.card, archive.parts(), archive.owned()
     _check_places(archive, anatomy)
     options = registry.get(card.method).with_options(card.options)
     transforms = {}
     for name in archive.shapes:
-        blank = _blank_transform(card, anatomy, name, options, before.get(name))
+        blank = _blank_transform(card, anatomy, name, options, registry.at(name, before))
         transforms[name] = _fill(blank, name, anatomy.tensor(name), parts.get(name, {}))
     _check_owned(card, anatomy, owned, options)
     _check_classes(archive, anatomy)
@@ -54,7 +59,7 @@ def _check_places(archive: Archive, anatomy: Anatomy) -> None:
 
 
 def _blank_transform(
-    card: Card, anatomy: Anatomy, name: str, options: registry.Options, before: Transform | None
+    card: Card, anatomy: Anatomy, name: str, options: registry.Options, before: Sequence[Transform]
 ) -> Transform:
     """A transform of the right make, whose values are still to come."""
     build = registry.get(card.method).build

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from bitgraft.archive import content
 from bitgraft.data.dataset import ImageDataset
 from bitgraft.data.images import Images, Splits
 from bitgraft.data.preprocessing import Augmentation, Preprocessing
@@ -48,6 +49,15 @@ class Request:
     """What is held back for validation where the data set has no such split of its own."""
     both: bool = False
     """Try the epoch that validation would choose on the test images, too."""
+    borrow: tuple[str, ...] = ()
+    """Tasks of the store whose masks are mixed in."""
+    start: str | None = None
+    """A task of the store to begin as."""
+
+    @property
+    def earlier(self) -> tuple[str, ...]:
+        """The tasks of the store that it names."""
+        return self.borrow if self.start is None else (*self.borrow, self.start)
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,11 @@ def open_request(request: Request) -> Opened:
 
 
 def check_free(store: Store, request: Request) -> None:
-    """Refuse to write over a task, or over a run that can go on, unless asked to."""
+    """Refuse to write over a task, or over a run that can go on, unless asked to, and to build on what is not there."""
+    if request.task in request.earlier:
+        raise TrainingError(f"task {request.task!r} cannot build on itself: choose another name for the new one")
+    for earlier in request.earlier:
+        store.archive(earlier)
     path, folder, name = store.path(request.task), store.run_folder(request.task), request.task
     if request.resume:
         if not runs.begun(folder):
@@ -105,6 +119,7 @@ def check_free(store: Store, request: Request) -> None:
         raise TrainingError(
             f"a run of task {name!r} was interrupted and can go on: pass --resume, or --overwrite to begin anew"
         )
+    store.check_replaceable(name)
 
 
 def train(
@@ -127,7 +142,7 @@ def train(
     folder, main = store.run_folder(request.task), accelerator.is_main_process
     with runs.occupied(folder) if main else contextlib.nullcontext():
         if main:
-            runs.settle(folder, _settings(net, request, data), request.resume)
+            runs.settle(folder, _settings(store, net, request, data), request.resume)
         accelerator.wait_for_everyone()
         with one_sentence("; mend or remove it, or pass --skip-bad-images"):
             return _train(store, net, request, data, observers, accelerator, stop, folder)
@@ -194,7 +209,7 @@ def other_values(task: Task, values: Mapping[str, torch.Tensor]) -> Iterator[Non
 def _add_task(
     store: Store, net: Network, request: Request, classes: Sequence[str], preprocessing: Preprocessing
 ) -> None:
-    for earlier in _chain(store, request.method):
+    for earlier in [*_chain(store, request.method), *request.earlier]:
         if earlier not in net.tasks and earlier != request.task:
             store.load(net, earlier)
     if request.task in net.tasks:
@@ -205,11 +220,13 @@ def _add_task(
         method=request.method,
         seed=request.config.seed,
         preprocessing=preprocessing.to_dict(),
+        borrow=request.borrow,
+        start=request.start,
         **request.options,
     )
 
 
-def _settings(net: Network, request: Request, data: Opened) -> dict[str, Any]:
+def _settings(store: Store, net: Network, request: Request, data: Opened) -> dict[str, Any]:
     """What must be the same for a run to go on."""
     splits = data.splits
     return {
@@ -217,6 +234,8 @@ def _settings(net: Network, request: Request, data: Opened) -> dict[str, Any]:
         "backbone": net.fingerprint,
         "method": request.method,
         "options": dict(request.options),
+        "borrow": [content(store.archive(name)) for name in request.borrow] or None,
+        "start": content(store.archive(request.start)) if request.start is not None else None,
         "classes": list(splits.classes),
         "images": [len(part) if part else 0 for part in (splits.train, splits.val, splits.test)],
         "config": asdict(request.config),

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitgraft.archive import Archive, read_archive
+from bitgraft.archive import Archive, content, read_archive
 from bitgraft.errors import ArchiveError, StoreError, UnknownTaskError
 from bitgraft.files import write_atomically
 from bitgraft.loading import load_backbone
@@ -147,12 +147,33 @@ class Store:
             raise UnknownTaskError(f"the store at {self.folder} has no task {task!r}; it has {known}")
         return read_archive(self.path(task))
 
-    def load(self, net: Network, task: str) -> Task:
-        """Add a task, and first those that it builds on."""
+    def load(self, net: Network, task: str, *, above: tuple[str, ...] = ()) -> Task:
+        """Add a task, and first those that it builds on; `above` are those that wait for this one."""
+        waiting, there = (*above, task), self.names()
         for earlier in self.archive(task).card.leans_on:
-            if earlier not in net.tasks:
-                self.load(net, earlier)
+            if earlier not in net.tasks and earlier not in waiting and earlier in there:
+                self.load(net, earlier, above=waiting)
         return net.load_task(self.path(task), name=task)
+
+    def check_replaceable(self, task: str) -> None:
+        """Refuse to write over a task that others lean on."""
+        if not self.path(task).exists():
+            return
+        try:
+            held = content(self.archive(task))
+        except ArchiveError:  # what is broken carries nobody
+            return
+        if leaning := [name for name in self.names() if name != task and held in self._leant_on(name)]:
+            raise StoreError(
+                f"task {task!r} cannot be replaced: {', '.join(map(repr, leaning))} would not run without it; choose "
+                "another name"
+            )
+
+    def _leant_on(self, task: str) -> list[str]:
+        try:
+            return list(self.archive(task).card.leans_on.values())
+        except ArchiveError:
+            return []
 
     def sizes(self) -> Iterator[tuple[str, int]]:
         """Each task with the bytes that its file takes."""

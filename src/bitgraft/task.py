@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.amp.autocast_mode import is_autocast_available
 
 from bitgraft.anatomy import Anatomy
+from bitgraft.borrowing import own_mask
 from bitgraft.errors import TaskError, UnsafeNameError
+from bitgraft.starting import begin_as
 from bitgraft.transforms import Masked, Prunable, Transform
 
 HeadKind = Literal["classes", "linear", "module", "keep", "none"]
@@ -30,7 +32,7 @@ class Card:
     classes: tuple[str, ...] | None = None
     preprocessing: Mapping[str, Any] = field(default_factory=dict)
     leans_on: Mapping[str, str] = field(default_factory=dict)
-    """Earlier tasks that this one cannot run without, with their fingerprints (PackNet)."""
+    """Earlier tasks that this one cannot run without, with their fingerprints (PackNet, borrowed masks), in order."""
 
 
 class Task(nn.Module):
@@ -133,9 +135,25 @@ class Task(nn.Module):
     def follow(self, reach: float, seed: int) -> None:
         """Let k2 follow R in masks that have learned nothing yet (`Masked.follow`)."""
         rng = torch.Generator().manual_seed(seed)
-        for transform in self.transforms.values():
-            if isinstance(transform, Masked):
-                transform.follow(reach, rng)
+        for module in self._transforms.modules():
+            if isinstance(module, Masked):
+                module.follow(reach, rng)
+        self.revision += 1
+
+    def start_from(self, earlier: "Task") -> None:
+        """Begin where another task is, head apart: with its masks, its k and its norm layers."""
+        theirs, held, head = earlier.transforms, earlier.owned, set(self.anatomy.head_names())
+        for name, transform in self.transforms.items():
+            mine, other = own_mask(transform), theirs.get(name)
+            if mine is None or not isinstance(other, Masked):
+                raise TaskError(
+                    f"a task cannot begin as {earlier.name!r}, whose {name!r} is no mask that stands by itself"
+                )
+            begin_as(mine, other, self.anatomy.tensor(name))
+        with torch.no_grad():
+            for name, tensor in self.owned.items():
+                if name in held and name not in head:
+                    tensor.copy_(held[name])
         self.revision += 1
 
     def share(self, names: Iterable[str]) -> None:

@@ -19,6 +19,7 @@ Try:
   bitgraft train photos --task flowers --size 64 --epochs 3 --rate k=3e-3
   bitgraft train decathlon-1.0:gtsrb --task signs --preset decathlon --no-flip
   bitgraft train photos --task flowers --resume
+  bitgraft train few-photos --task orchids --borrow flowers --borrow leaves
   bitgraft train photos signs --task flowers --task signs --method adapters-joint --backbone resnet50 --store joint
   bitgraft train --preset imagenet-to-sketch --weight-decay 1e-4 --show-config"""
 
@@ -44,6 +45,11 @@ def train(
     option: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Of the method, as in k1=0; repeatable.")
     ] = None,
+    borrow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Mix in this task's masks, which are needed from then on; repeatable."),
+    ] = None,
+    start: Annotated[str | None, typer.Option(metavar="NAME", help="Begin as this task of the store is.")] = None,
     preset: Annotated[str, typer.Option(metavar="NAME", help="quick, imagenet-to-sketch or decathlon.")] = "quick",
     epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Images per step, over all processes.")] = None,
@@ -108,13 +114,26 @@ def train(
     if not data or not task:
         raise typer.BadParameter("say what to train on and what to call it: bitgraft train DATA --task NAME")
     _check_number(data, task, method)
+    _check_earlier(store, method, borrow, start)
 
     from bitgraft.cli import training
     from bitgraft.session import Request
 
     chosen = _backbone(store, backbone, weights, pretrained)
     requests = [
-        Request(source, name, method, config, options, workers, resume, overwrite, skip_bad_images)
+        Request(
+            source,
+            name,
+            method,
+            config,
+            options,
+            workers,
+            resume,
+            overwrite,
+            skip_bad_images,
+            borrow=tuple(borrow or ()),
+            start=start,
+        )
         for source, name in zip(data, task, strict=True)
     ]
     training.run(store, chosen, requests, mixed_precision.value, tensorboard, as_json, _resume_command())
@@ -130,6 +149,19 @@ def _check_number(data: list[str], task: list[str], method: str) -> None:
         raise typer.BadParameter(
             f"several data sets at once are for a joint method ({joint}): {method} trains each by a command of its own"
         )
+
+
+def _check_earlier(store: str, method: str, borrow: list[str] | None, start: str | None) -> None:
+    from bitgraft.methods import registry
+    from bitgraft.store import Store
+
+    if not borrow and start is None:
+        return
+    if not registry.get(method).borrows:
+        able = ", ".join(name for name in registry.method_names() if registry.get(name).borrows)
+        raise typer.BadParameter(f"--borrow and --start take masks of earlier tasks: {able} does, {method} does not")
+    if not Store.exists(store):
+        raise typer.BadParameter(f"there is no store at {store} yet, so there is no task to borrow or start from")
 
 
 def _show_config(preset: str, config: "Config", as_json: bool) -> None:

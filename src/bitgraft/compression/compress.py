@@ -15,6 +15,7 @@ from bitgraft.compression.nearest import Nearest, nearest
 from bitgraft.compression.source import Classes, Finetuned, opened, values
 from bitgraft.methods import registry
 from bitgraft.network import Network
+from bitgraft.starting import begin
 from bitgraft.task import Task
 from bitgraft.training.config import Config
 from bitgraft.training.evaluation import score
@@ -182,17 +183,3 @@ def scores_of(found: Nearest, threshold: float) -> Tensor:
     above = torch.maximum(at + found.margin, torch.nextafter(at, at + 1))
     below = torch.minimum(at - found.margin, torch.nextafter(at, at - 1))
     return torch.where(found.mask, above, below)
-
-
-@torch.no_grad()
-def begin(transform: Masked, scores: Tensor, k: Tensor) -> None:
-    """Put R and k, (4, rows), into a transform that can learn."""
-    rule = transform.rule
-    rows = k if rule.per_channel else k.squeeze(1)
-    kept = [index for index in rule.learned if index != 1]
-    assert transform.scores is not None
-    transform.scores.copy_(scores)
-    if transform.k is not None:
-        transform.k.copy_(rows[kept])
-    if transform.shift is not None:
-        transform.shift.copy_(rows[1])

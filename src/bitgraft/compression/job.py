@@ -62,6 +62,8 @@ def run(folder: str | Path, backbone: Backbone | None, job: Job, *, observers: S
     check_name(job.task)
     if store is not None and store.path(job.task).exists() and not job.overwrite:
         raise StoreError(f"the store has a task {job.task!r} already: choose another name, or pass --overwrite")
+    if store is not None:
+        store.check_replaceable(job.task)
     splits = open_data(job.data, seed=job.config.seed) if job.data is not None else None
     path, about = file_of(job.finetuned)
     classes = job.classes

@@ -1,6 +1,7 @@
 """Small additions to a weight or beside a layer: residual adapters (Rebuffi et al.) and LoRA (Hu et al.)."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,14 +56,14 @@ class Series(Transform):
 
 
 def parallel(
-    weight: Weight, tensor: Tensor, options: Options, rng: torch.Generator | None, before: Transform | None
+    weight: Weight, tensor: Tensor, options: Options, rng: torch.Generator | None, before: Sequence[Transform]
 ) -> Parallel | None:
     odd = all(size % 2 for size in weight.kernel)
     return Parallel(weight, tensor.device) if _is_spatial(weight) and odd else None
 
 
 def series(
-    weight: Weight, tensor: Tensor, options: Options, rng: torch.Generator | None, before: Transform | None
+    weight: Weight, tensor: Tensor, options: Options, rng: torch.Generator | None, before: Sequence[Transform]
 ) -> Series | None:
     return Series(weight, tensor.device) if _is_spatial(weight) else None
 
@@ -100,7 +101,7 @@ class LowRank(Transform):
 
 
 def low_rank(
-    weight: Weight, tensor: Tensor, options: LoraOptions, rng: torch.Generator | None, before: Transform | None
+    weight: Weight, tensor: Tensor, options: LoraOptions, rng: torch.Generator | None, before: Sequence[Transform]
 ) -> LowRank:
     inputs = weight.shape.numel() // weight.outputs
     rank = min(options.rank, weight.outputs, inputs)

@@ -1,5 +1,7 @@
 """Deep adaptation networks (Rosenfeld and Tsotsos): a task recombines each layer's filters."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -22,7 +24,7 @@ class Recombined(Transform):
 
 
 def recombined(
-    weight: Weight, tensor: Tensor, options: Options, rng: torch.Generator | None, before: Transform | None
+    weight: Weight, tensor: Tensor, options: Options, rng: torch.Generator | None, before: Sequence[Transform]
 ) -> Recombined:
     return Recombined(weight, tensor.device)
 

@@ -1,11 +1,13 @@
 """The mask family: W~ = k0 W + k1 1 + k2 M + k3 W∘M, and what is constant or learned in it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from bitgraft.borrowing import Borrowing, own_mask
 from bitgraft.errors import TaskError
 from bitgraft.masks import Surrogate
 from bitgraft.methods.registry import Method, Options, is_number, register_method, uniform
@@ -64,10 +66,12 @@ def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 def masked(
-    weight: Weight, tensor: Tensor, options: MaskOptions, rng: torch.Generator | None, before: Transform | None
-) -> Masked:
+    weight: Weight, tensor: Tensor, options: MaskOptions, rng: torch.Generator | None, before: Sequence[Transform]
+) -> Masked | Borrowing:
     scores = uniform(weight.shape, *options.init, rng, tensor) if rng is not None else None
-    return Masked(weight, options.rule(weight), scores)
+    own = Masked(weight, options.rule(weight), scores)
+    earlier = [mask for transform in before if (mask := own_mask(transform)) is not None]
+    return Borrowing(own, earlier, tensor.device) if earlier else own
 
 
 FULL = register_method(
@@ -77,6 +81,7 @@ FULL = register_method(
         equation="W~ = k0 W + k1 1 + k2 M + k3 W∘M",
         options=MaskOptions(),
         build=masked,
+        borrows=True,
     )
 )
 SIMPLE = register_method(
@@ -86,6 +91,7 @@ SIMPLE = register_method(
         summary="full without the product term (the paper)",
         equation="W~ = k0 W + k1 1 + k2 M",
         options=MaskOptions(k3=0.0),
+        borrows=False,
     )
 )
 PIGGYBACK = register_method(
@@ -95,6 +101,7 @@ PIGGYBACK = register_method(
         summary="a mask that filters the weights; norm layers frozen, starting as its own code does",
         equation="W~ = W∘M",
         options=MaskOptions(norms=False, k0=0.0, k1=0.0, k2=0.0, k3=1.0, threshold=5e-3, init=(1e-2, 1e-2)),
+        borrows=False,
     )
 )
 PIGGYBACK_BN = register_method(

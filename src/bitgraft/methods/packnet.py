@@ -1,6 +1,6 @@
 """PackNet (Mallya and Lazebnik): each task trains the weights that earlier ones pruned away, and prunes in its turn."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,13 +104,14 @@ def largest(magnitude: Tensor, count: int) -> Tensor:
 
 
 def packed(
-    weight: Weight, tensor: Tensor, options: PacknetOptions, rng: torch.Generator | None, before: Transform | None
+    weight: Weight, tensor: Tensor, options: PacknetOptions, rng: torch.Generator | None, before: Sequence[Transform]
 ) -> Packed:
     blank = torch.zeros_like(tensor, dtype=torch.float32)
-    if isinstance(before, Packed):
+    last = before[0] if before else None
+    if isinstance(last, Packed):
         if options.base:
             raise TaskError("base=True is for PackNet's first task; there is an earlier one to stand on")
-        return Packed(weight, before.forward(widened(tensor)).detach(), before.left(), blank)
+        return Packed(weight, last.forward(widened(tensor)).detach(), last.left(), blank)
     if options.base:
         return Packed(weight, None, torch.ones_like(tensor, dtype=torch.bool), blank.copy_(tensor))
     kept = largest(tensor.abs(), round(tensor.numel() * options.keep))

@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -46,9 +46,9 @@ class Phase:
     prune: float | None = None
 
 
-Build = Callable[[Weight, Tensor, Any, torch.Generator | None, Transform | None], Transform | None]
-"""(weight, its tensor, options, randomness or None to leave values unset, the transform that an earlier task has for
-it) -> a transform, or None where the method leaves that weight alone."""
+Build = Callable[[Weight, Tensor, Any, torch.Generator | None, Sequence[Transform]], Transform | None]
+"""(weight, its tensor, options, randomness or None to leave values unset, the transforms that tasks which it leans on
+have for it) -> a transform, or None where the method leaves that weight alone."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class Method:
     owns_everything: bool = False
     leans: bool = False
     """Each task stands on the one before it (PackNet)."""
+    borrows: bool = False
+    """A task may name earlier ones, to add their masks to its own or to begin from one of them."""
     joint: bool = False
     """The weights that tasks share learn along with them, which makes another backbone (`Network.joint_copy`)."""
     phases: tuple[Phase, ...] = (Phase(),)
@@ -105,21 +107,33 @@ def method_names() -> list[str]:
 
 
 def transforms(
-    method: Method, anatomy: Anatomy, options: Options, rng: torch.Generator | None, before: Mapping[str, Transform]
+    method: Method,
+    anatomy: Anatomy,
+    options: Options,
+    rng: torch.Generator | None,
+    before: Sequence[Mapping[str, Transform]] = (),
 ) -> dict[str, Transform]:
-    """A new task's transforms, one for each weight that the method takes. Without randomness values are left unset."""
+    """A new task's transforms, one for each weight that the method takes; `before` are those of the tasks it leans on.
+
+    Without randomness values are left unset.
+    """
     if method.build is None:
         return {}
     built, outright = {}, owned_names(method, anatomy, options)
     for name, weight in anatomy.weights.items():
         if name in outright:
             continue
-        transform = method.build(weight, anatomy.tensor(name).detach(), options, rng, before.get(name))
+        transform = method.build(weight, anatomy.tensor(name).detach(), options, rng, at(name, before))
         if transform is not None:
             built[name] = transform
     if method.check is not None:
         method.check(built)
     return built
+
+
+def at(name: str, before: Sequence[Mapping[str, Transform]]) -> list[Transform]:
+    """What earlier tasks do to one weight, in their order, without those that leave it alone."""
+    return [transforms[name] for transforms in before if name in transforms]
 
 
 def owned_names(method: Method, anatomy: Anatomy, options: Options) -> set[str]:

@@ -67,6 +67,9 @@ def enter(fetched: Fetched, store: Store, name: str | None = None, *, overwrite:
     target = store.path(called)
     if target.exists() and not overwrite:
         raise StoreError(f"the store has a task {called!r} already: pass --overwrite, or --as another name")
+    if called in archive.card.leans_on:
+        raise StoreError(f"{fetched.source} builds on the task {called!r} that is there: pass --as another name")
+    store.check_replaceable(called)
     write_atomically(target, memoryview(fetched.data))
     return called
 
