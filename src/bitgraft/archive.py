@@ -14,7 +14,7 @@ from torch import Tensor
 from bitgraft import coding, container
 from bitgraft.cards import Shapes, read_card, read_shapes, write_card
 from bitgraft.errors import CorruptError, TaskError
-from bitgraft.files import read_whole, write_atomically
+from bitgraft.files import aligned_room, read_whole, write_atomically
 from bitgraft.masks import packed_size
 from bitgraft.task import Card, Task, check_name
 
@@ -84,9 +84,12 @@ def to_bytes(archive: Archive, *, coded: bool = False) -> bytes:
     return b"".join(_pieces(archive, coded))
 
 
-def from_bytes(data: bytes | bytearray, source: str = "the task file") -> Archive:
+def from_bytes(data: bytes | memoryview, source: str = "the task file") -> Archive:
     """Read and check a file's bytes. Whatever is wrong is an `ArchiveError` that says what."""
-    about, tensors = container.decode(data if isinstance(data, bytearray) else bytearray(data), source)
+    if isinstance(data, bytes):
+        given, data = data, aligned_room(len(data))
+        data[:] = given
+    about, tensors = container.decode(data, source)
     card, shapes = read_card(about, source), read_shapes(about, source)
     tensors = _decoded(tensors, shapes, source)
     read = Archive(card, about["backbone"], about["head_layer"], shapes, about["metrics"], tensors)

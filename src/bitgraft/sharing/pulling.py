@@ -23,7 +23,7 @@ SUM = "sha256="
 class Fetched:
     """A task file's bytes and what is in them, checked in all that does not need a backbone."""
 
-    data: bytearray
+    data: memoryview
     archive: Archive
     source: str
     sha256: str
