@@ -1,45 +1,38 @@
-"""Figures from records and task files: learning curves, and the paper's analysis of masks and k, layer by layer.
+"""Figures of training and of task files: learning curves, and the paper's analysis of masks and k, layer by layer."""
 
-matplotlib is loaded when something is drawn, and its state for the process (pyplot, the backend) is left alone.
-"""
-
-import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from bitgraft.analysis import Inspection
+from bitgraft.drawing import COLOURS, Panel, check_installed, check_path, draw, rendered, repeated, save
 from bitgraft.errors import FigureError
-from bitgraft.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+__all__ = [
+    "Panel",
+    "check_installed",
+    "check_path",
+    "draw",
+    "draw_curves",
+    "draw_k",
+    "draw_ones",
+    "label",
+    "learned_k",
+    "learning_curves",
+    "parameter_analysis",
+    "rendered",
+    "save",
+]
+
 Records = Sequence[Mapping[str, Any]]
 """One for each epoch, as `fit` returns them in `history` and writes them to metrics.jsonl."""
 Quantity = Literal["loss", "accuracy"]
 
-FORMATS = (".png", ".svg", ".pdf")
-COLOURS = ("#2f7ed8", "#e0702b", "#2ca27b", "#c4519e", "#8f6bd6", "#b08a1e", "#d64550", "#5b8c8c")
-"""Told apart by the colour-blind too, and of a lightness that shows on white and on black."""
 DASHES = ("-", "--", ":", "-.")
-SIZE = 4.6, 2.9  # inches of one panel
-STYLE = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.25,
-    "lines.linewidth": 1.5,
-    "legend.frameon": False,
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "bitgraft",  # the same figure gives the same bytes
-    "pdf.fonttype": 42,
-}
 
 
 def learning_curves(runs: Mapping[str, Records], title: str = "") -> "Figure":
@@ -68,9 +61,6 @@ def parameter_analysis(found: Sequence[Inspection], backbones: Mapping[str, str]
     return draw([[panels[row] if row < len(panels) else None for panels in filled] for row in range(rows)])
 
 
-Panel = Callable[["Axes"], None]
-
-
 def _column(tasks: Sequence[Inspection], backbone: str) -> list[Panel]:
     masked, scaled = [task for task in tasks if task.weights], [task for task in tasks if learned_k(task)]
     top = max((abs(layer.k[i].mean) for t in scaled for i in learned_k(t) for layer in t.layers), default=0.0)
@@ -85,7 +75,7 @@ def _column(tasks: Sequence[Inspection], backbone: str) -> list[Panel]:
 def draw_curves(axes: "Axes", runs: Mapping[str, Records], quantity: Quantity, title: str = "") -> None:
     """One quantity by epoch; runs without validation have their dotted line alone."""
     factor = 100 if quantity == "accuracy" else 1
-    for number, ((name, records), colour) in enumerate(zip(runs.items(), _repeated(COLOURS), strict=False)):
+    for number, ((name, records), colour) in enumerate(zip(runs.items(), repeated(COLOURS), strict=False)):
         broad = 1.5 + 4 * (1 - number / len(runs)) ** 2  # the first the broadest: lines that coincide are seen
         for part, style, width in (("val", "-", broad), ("train", ":", 1.5)):
             key = f"{part}_{quantity}"
@@ -109,7 +99,7 @@ def draw_curves(axes: "Axes", runs: Mapping[str, Records], quantity: Quantity, t
 def draw_ones(axes: "Axes", tasks: Sequence[Inspection], title: str = "share of ones") -> None:
     """The share of ones in the mask of each layer, by depth; a colour for each task, a dash for each method."""
     methods = list(dict.fromkeys(task.archive.card.method for task in tasks))
-    for task, colour in zip(tasks, _repeated(COLOURS), strict=False):
+    for task, colour in zip(tasks, repeated(COLOURS), strict=False):
         shares = [(i, 100 * layer.density) for i, layer in enumerate(task.layers, 1) if layer.density is not None]
         dash = DASHES[methods.index(task.archive.card.method) % len(DASHES)]
         axes.plot(*zip(*shares, strict=True), dash, color=colour, marker="o", markersize=2, label=label(task))
@@ -151,66 +141,6 @@ def label(task: Inspection) -> str:
     """A task by its name, and its method where the name does not say it."""
     card = task.archive.card
     return card.name if card.method in card.name else f"{card.name}, {card.method}"
-
-
-def draw(panels: Sequence[Sequence[Panel | None]], title: str = "") -> "Figure":
-    """A figure with a panel for each of these, in rows and columns; None leaves a place empty."""
-    with _matplotlib() as figure_class:
-        rows, columns = len(panels), max(map(len, panels))
-        figure = figure_class(figsize=(SIZE[0] * columns, SIZE[1] * rows), layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False)
-        for row, drawn in enumerate(panels):
-            for column, panel in enumerate(drawn):
-                if panel is None:
-                    axes[row][column].set_axis_off()
-                else:
-                    panel(axes[row][column])
-        if title:
-            figure.suptitle(title)
-        return figure
-
-
-def check_installed() -> None:
-    """Refuse at once what would fail once there is something to draw."""
-    with _matplotlib():
-        pass
-
-
-def check_path(path: str | Path) -> None:
-    """Refuse a file that no figure can be written to, before anything is read or drawn."""
-    if Path(path).suffix.lower() not in FORMATS:
-        raise FigureError(f"a figure is written as {', '.join(FORMATS)}: {path} ends in none of them")
-
-
-def save(figure: "Figure", path: str | Path) -> None:
-    """Write a figure as its file's ending says; the same figure gives the same bytes."""
-    check_path(path)
-    write_atomically(Path(path), rendered(figure, Path(path).suffix.lower()[1:]))
-
-
-def rendered(figure: "Figure", kind: str, *, transparent: bool = False) -> bytes:
-    """A figure as png, svg or pdf."""
-    nameless = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
-    buffer = io.BytesIO()
-    with _matplotlib():
-        figure.savefig(buffer, format=kind, dpi=150, transparent=transparent, metadata=nameless[kind])
-    return buffer.getvalue()
-
-
-@contextmanager
-def _matplotlib() -> Iterator[type["Figure"]]:
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as cause:
-        raise FigureError("figures need matplotlib, which is not installed: pip install 'bitgraft[figures]'") from cause
-    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
-        yield Figure
-
-
-def _repeated(colours: Sequence[str]) -> Iterator[str]:
-    while True:
-        yield from colours
 
 
 def _whole_numbers(axes: "Axes") -> None:

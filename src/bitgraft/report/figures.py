@@ -1,21 +1,20 @@
 """The plots people would draw: what a score costs in parameters, and accuracy by method."""
 
-import io
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from bitgraft.drawing import COLOURS, draw
 from bitgraft.report.results import Results, Stat, accuracy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#666666", "#8c6d31", "#b2182b")
-"""Okabe and Ito's, which people of every colour vision tell apart, and four more for the tenth data set."""
 SIGNS = "osD^vPX<>*"
-DPI = 130
 
 
 @dataclass(frozen=True)
@@ -35,9 +34,21 @@ class Shown:
     mean: Stat | None
 
 
-def against_parameters(points: Sequence[Point], label: str, title: str) -> bytes:
+def against_parameters(points: Sequence[Point], label: str, title: str) -> "Figure":
     """A point for each method: parameters of all tasks across, score or mean accuracy up."""
-    figure, axes = _figure(7.5, 5, title)
+    figure = draw([[partial(draw_points, points=points, label=label)]], _folded(title), size=(7.5, 5))
+    _name_points(figure, figure.axes[0], points)
+    return figure
+
+
+def by_method(shown: Sequence[Shown], label: str, title: str) -> "Figure":
+    """A line for each method, a sign for each data set, a bar at the mean."""
+    panel = partial(draw_methods, shown=shown, label=label)
+    return draw([[panel]], _folded(title), size=(8, 1.6 + 0.38 * len(shown)))
+
+
+def draw_points(axes: "Axes", points: Sequence[Point], label: str) -> None:
+    """Without their names, which need the finished figure to be placed in."""
     for point in points:
         axes.errorbar(
             point.params,
@@ -53,16 +64,11 @@ def against_parameters(points: Sequence[Point], label: str, title: str) -> bytes
     axes.set_xscale("log")
     axes.set_xlim(low / 1.08, max(high, low * 1.2) * 1.6)  # room for the names at the right
     _plain_ticks(axes)
-    axes.set_xlabel("parameters of all tasks, relative to the backbone")
-    axes.set_ylabel(label)
+    axes.set(xlabel="parameters of all tasks, relative to the backbone", ylabel=label)
     axes.margins(y=0.14)
-    _name_points(figure, axes, points)
-    return _png(figure)
 
 
-def by_method(shown: Sequence[Shown], label: str, title: str) -> bytes:
-    """A line for each method, a sign for each data set, a bar at the mean."""
-    figure, axes = _figure(8, 1.6 + 0.38 * len(shown), title)
+def draw_methods(axes: "Axes", shown: Sequence[Shown], label: str) -> None:
     datasets = list(dict.fromkeys(name for row in shown for name in row.cells))
     for number, dataset in enumerate(datasets):
         lift = 0.3 * (number / max(len(datasets) - 1, 1) - 0.5)  # equal values stay apart
@@ -83,8 +89,11 @@ def by_method(shown: Sequence[Shown], label: str, title: str) -> bytes:
     axes.set_yticks(range(len(shown)), [row.title for row in shown])
     axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.set_xlabel(label)
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    return _png(figure)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def _folded(title: str) -> str:
+    return "\n".join(textwrap.wrap(title, 80))
 
 
 class Box(NamedTuple):
@@ -124,17 +133,6 @@ def accuracies(results: Results) -> list[Shown]:
     return made
 
 
-def _figure(width: float, height: float, title: str) -> "tuple[Figure, Axes]":
-    from matplotlib.figure import Figure  # not pyplot: no window, nothing global
-
-    figure = Figure(figsize=(width, height), layout="constrained", dpi=DPI)
-    axes = figure.add_subplot()
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
 def _plain_ticks(axes: "Axes") -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -152,7 +150,7 @@ def _plain_ticks(axes: "Axes") -> None:
 def _name_points(figure: "Figure", axes: "Axes", points: Sequence[Point]) -> None:
     """Names at the right of their points, moved up or down until they can be read."""
     figure.draw_without_rendering()  # places the axes, so that pixels are known
-    dot, away = DPI / 72, 14.0  # a point of type in pixels; from a sign to its name, in points
+    dot, away = figure.dpi / 72, 14.0  # a point of type in pixels; from a sign to its name, in points
     pixels = [(float(x), float(y)) for x, y in axes.transData.transform([(p.params, p.value.mean) for p in points])]
     names = [
         Box(x + away * dot, x + (away + 5.2 * len(point.title)) * dot, y, 11 * dot)
@@ -177,9 +175,3 @@ def _name_points(figure: "Figure", axes: "Axes", points: Sequence[Point]) -> Non
                 "relpos": (0, 0.5),
             },
         )
-
-
-def _png(figure: "Figure") -> bytes:
-    out = io.BytesIO()
-    figure.savefig(out, format="png", metadata={"Software": ""})
-    return out.getvalue()
