@@ -270,7 +270,7 @@ class _Run:
             self.shared.release(self.tasks)
 
     def _epochs(self, phase: registry.Phase) -> int:
-        return phase.epochs if phase.epochs is not None else self.config.epochs_of(len(self.turns))
+        return optimisers.epochs_of(self.config, phase, self.phases, len(self.turns))
 
     def _save(self) -> None:
         self.saved_at = time.monotonic()

@@ -40,12 +40,22 @@ def build(learned: Iterable[tuple[str, nn.Parameter]], config: Config, phase: Ph
     return built
 
 
+def epochs_of(config: Config, phase: Phase, phases: Sequence[Phase], steps_per_epoch: int) -> int:
+    """The protocol's epochs, shared out between phases in the proportion of their own."""
+    whole = config.epochs_of(steps_per_epoch)
+    if phase.epochs is None:
+        return whole
+    return max(1, round(whole * phase.epochs / sum(one.epochs or 0 for one in phases)))
+
+
 def rate_factor(config: Config, phase: Phase, step: int, steps_per_epoch: int, epochs: int) -> float:
     """What every rate is multiplied by at a step of a phase."""
     warm = config.warmup * steps_per_epoch
     if step < warm:
         return (step + 1) / warm
-    drop_after = phase.drop_after if phase.rate is not None else config.drop_after
+    drop_after: float | None = config.drop_after
+    if phase.rate is not None:  # at its own point, which moves with the length of the phase
+        drop_after = phase.drop_after and phase.drop_after * epochs / (phase.epochs or epochs)
     if phase.rate is not None or config.schedule == "step":
         return 0.1 if drop_after is not None and step >= drop_after * steps_per_epoch else 1.0
     if config.schedule == "constant":
