@@ -9,16 +9,29 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from images import NET, SOURCE, bitgraft, photos
 from PIL import Image
 
-from bitgraft.bench import pools, runner, suite, worker
+from bitgraft.bench import pools, reading, record, runner, submission, worker
 from bitgraft.bench.pools import Ended, Local, Place
-from bitgraft.bench.suite import Cell, load_suite, parse
+from bitgraft.bench.reading import load_suite, parse
+from bitgraft.bench.suite import Cell, on_all_labels, on_backbone, settings
+from bitgraft.cli.board import table
 from bitgraft.errors import SuiteError
+from bitgraft.methods import registry
+from bitgraft.network import Network
+from bitgraft.report.published import published_table
+from bitgraft.report.records import read_records, read_suites
+from bitgraft.report.results import gather
+from bitgraft.report.tables import tables
+from bitgraft.scoring import domain_titles
+from bitgraft.store import Store
+from bitgraft.training.config import Config
+from bitgraft.training.optimisers import epochs_of, rate_factor
 
 SMALL = {
     "name": "small",
@@ -48,7 +61,14 @@ def small(**changes):
     return parse({**SMALL, **changes})
 
 
-def record(place, row, dataset, seed=0):
+def in_this_process(held, cells, place):
+    """A pool without processes."""
+    for cell in cells:
+        worker.run_cell(held, cell, place.root, place.runs)
+        yield Ended(cell)
+
+
+def kept(place, row, dataset, seed=0):
     return json.loads((place.runs / row / f"seed-{seed}" / "runs" / dataset / "record.json").read_text())
 
 
@@ -67,6 +87,15 @@ def record(place, row, dataset, seed=0):
         ({"datasets": [{"name": "a", "data": "a", "images": {"dev": 1}}]}, "not 'dev'"),
         ({"backbone": {}}, r"\[backbone\] lacks 'name'"),
         ({"preset": "slow"}, "there is no preset 'slow'"),
+        ({"seeds": 3}, "the file: seeds is 3, not a list, each a whole number"),
+        ({"seeds": [0, "1"]}, "not a list, each a whole number"),
+        ({"form": "tables"}, "form is 'tables', not one of 'accuracy', 'decathlon', 'ablation'"),
+        ({"datasets": 5}, r"datasets must be tables, \[\[datasets\]\]"),
+        ({"datasets": [{"name": "a", "data": "a", "classes": "2"}]}, "classes is '2', not a whole number"),
+        ({"baseline": "finetune"}, "the baseline is 'finetune', which is none of the rows"),
+        ({"rows": [{"row": "original", "method": "full"}]}, "no row can be called 'original'"),
+        ({"backbone": {"name": NET, "trained_on": "nothing"}}, "trained on 'nothing', which is none of the data sets"),
+        ({"backbone": {"name": NET, "config": {"epoch": 1}}}, "row original: there is no setting 'epoch'"),
     ],
 )
 def test_a_suite_that_cannot_be_run_says_why(changes, said):
@@ -75,8 +104,8 @@ def test_a_suite_that_cannot_be_run_says_why(changes, said):
 
 
 def test_every_suite_of_ours_can_be_read():
-    assert "decathlon-mini" in suite.built_in()
-    for name in suite.built_in():
+    assert "decathlon-mini" in reading.built_in()
+    for name in reading.built_in():
         held = load_suite(name)
         assert held.name == name
         assert list(held.cells())
@@ -90,6 +119,80 @@ def test_unknown_and_broken_suites(tmp_path):
     (tmp_path / "bad.toml").write_text("name = ")
     with pytest.raises(SuiteError, match=r"suite .*bad\.toml: "):
         load_suite(tmp_path / "bad.toml")
+
+
+def test_a_suite_may_begin_with_another(tmp_path):
+    (tmp_path / "mine.toml").write_text(
+        'like = "decathlon-mini"\nname = "mine"\nrows = ["packnet-up", "finetune"]\ndatasets = ["dtd", "gtsrb"]\n'
+        "seeds = [4]\n[config]\nsteps = 7\n"
+    )
+    held, ours = load_suite(tmp_path / "mine.toml"), load_suite("decathlon-mini")
+    assert (held.name, held.seeds, held.title, held.backbone) == ("mine", (4,), ours.title, ours.backbone)
+    assert held.config == {"steps": 7}  # a table comes in place of the other's
+    assert held.datasets == (ours.dataset("dtd"), ours.dataset("gtsrb"))
+    assert [(row.row, row.order) for row in held.rows] == [("packnet-up", ("dtd", "gtsrb")), ("finetune", ())]
+    (tmp_path / "further.toml").write_text('like = "mine.toml"\nname = "further"\nrows = ["finetune"]\n')
+    assert [row.row for row in load_suite(tmp_path / "further.toml").rows] == ["finetune"]
+    for text, said in (
+        ('like = "decathlon-mimi"', "did you mean 'decathlon-mini'"),
+        ("like = 3", "like is 3, not the name of a suite"),
+        ('like = "decathlon-mini"\nrows = ["ful"]', "rows has 'ful', but the suite that it is like has classifier, "),
+        ('like = "self.toml"', r"self\.toml is like self\.toml, which is like it again"),
+    ):
+        (tmp_path / "self.toml").write_text(text)
+        with pytest.raises(SuiteError, match=said):
+            load_suite(tmp_path / "self.toml")
+
+
+def test_the_papers_suites_have_the_rows_and_columns_of_its_tables():
+    sketch, decathlon, ablation = (load_suite(name) for name in ("imagenet-to-sketch", "decathlon", "ablation"))
+    for held, form in ((sketch, "accuracy"), (ablation, "ablation")):
+        printed = published_table(form, "resnet50", ["cubs"])
+        assert [(row.row, row.title) for row in held.rows] == [(row.row, row.title) for row in printed.rows]
+        assert [dataset.name for dataset in held.datasets] == list(printed.datasets)
+    printed = published_table("scores", "wrn-28-4", ["dtd"])
+    assert [row.row for row in decathlon.rows] == [row.row for row in printed.rows if row.row != "pb-ours"]
+    assert [dataset.name for dataset in decathlon.datasets] == list(printed.datasets) == list(domain_titles())
+    assert next(decathlon.chosen(rows=["ra-joint"]).cells()).datasets == printed.datasets  # on all ten, as printed
+    down, up = sketch.row("packnet-down").order, sketch.row("packnet-up").order
+    assert down == ("cubs", "cars", "flowers", "wikiart", "sketch") == up[::-1]
+
+
+def test_the_ablation_learns_what_the_paper_says():
+    """Its columns k0 to k3, and what the titles say of the surrogate, of channels and of norm layers."""
+    for row, printed in zip(load_suite("ablation").rows, published_table("ablation", "", ["cubs"]).rows, strict=True):
+        options = registry.get(row.method).with_options(row.options)
+        words = {"learn": "✓", "auto": "1"}
+        assert tuple(words.get(v) or f"{v:g}" for v in (getattr(options, f"k{i}") for i in range(4))) == printed.k
+        assert (options.surrogate == "sigmoid") == ("Sigmoid" in row.title)
+        assert (options.per == "channel") == ("channel" in row.title)
+        assert options.norms == (row.title not in ("Piggyback", "Piggyback*"))
+
+
+def test_the_example_in_the_docs_is_a_suite(tmp_path, capsys, monkeypatch):
+    text = (Path(__file__).parents[1] / "docs" / "benchmarks.md").read_text()
+    (example,) = (part.partition("```")[0] for part in text.split("```toml\n")[1:] if part.startswith("# mine.toml"))
+    (tmp_path / "mine.toml").write_text(example)
+    monkeypatch.chdir(tmp_path)
+    code, out, err = bitgraft(capsys, monkeypatch, "bench", "mine.toml", "--plan")
+    assert (code, err) == (0, "")
+    held = load_suite("mine.toml")
+    assert out.splitlines()[0] == f"0 runs are done, {len(held.rows) * len(held.datasets)} are left"
+    assert bitgraft(capsys, monkeypatch, "data", "check", "mine.toml")[0] == 0
+
+
+def test_a_protocol_is_shared_out_between_phases():
+    """PackNet sees as many images as the others."""
+    phases = registry.get("packnet").phases
+    for changes, per_epoch, wanted in (
+        ({"epochs": 30}, 10, [20, 10]),
+        ({"steps": 250}, 89, [2, 1]),
+        ({"steps": 250}, 19, [9, 4]),
+        ({"epochs": 1}, 10, [1, 1]),
+    ):
+        config = Config().changed(**changes)
+        assert [epochs_of(config, phase, phases, per_epoch) for phase in phases] == wanted
+    assert [rate_factor(Config(), phases[0], step, 10, 6) for step in (29, 30)] == [1.0, 0.1]  # after 10 of 20: halfway
 
 
 def test_chains_and_joint_runs_are_one_cell_each():
@@ -125,7 +228,7 @@ def test_a_run_leaves_a_record_and_is_not_made_again(place):
     held = small()
     cell = Cell("full", 0, ("photos",))
     worker.run_cell(held, cell, place.root, place.runs)
-    found = record(place, "full", "photos")
+    found = kept(place, "full", "photos")
     assert found["images"] == {"train": 24, "val": 9, "test": 9}
     assert (found["row"], found["method"], found["dataset"], found["seed"]) == ("full", "full", "photos", 0)
     assert (found["last"]["epoch"], found["train_images_seen"]) == (2, 48)
@@ -133,6 +236,8 @@ def test_a_run_leaves_a_record_and_is_not_made_again(place):
     assert found["selected"]["val_accuracy"] >= found["last"]["val_accuracy"]
     assert found["bits"] < found["backbone_bits"]
     assert found["seconds"] > 0
+    assert found["processor_seconds"] > 0
+    assert found["joint"] is False
     file = place.runs / "full" / "seed-0" / "photos.safetensors"
     written = file.stat().st_mtime_ns
     worker.run_cell(held, cell, place.root, place.runs)
@@ -156,7 +261,7 @@ def test_the_selected_epoch_is_tried_as_it_was(place):
     for seed in range(3):
         for row in ("last", "best"):
             worker.run_cell(held, Cell(row, seed, ("photos",)), place.root, place.runs)
-        last, best = (record(place, row, "photos", seed) for row in ("last", "best"))
+        last, best = (kept(place, row, "photos", seed) for row in ("last", "best"))
         assert last["selected"]["epoch"] == best["selected"]["epoch"]
         assert last["selected"]["test_accuracy"] == best["last"]["test_accuracy"]
 
@@ -167,7 +272,9 @@ def test_chains_and_joint_training_leave_a_record_of_each_data_set(place):
     for row in ("chain", "joint"):
         worker.run_cell(held, Cell(row, 0, ("photos", "again")), place.root, place.runs)
         for name in ("photos", "again"):
-            assert record(place, row, name)["last"]["test_accuracy"] is not None
+            assert kept(place, row, name)["last"]["test_accuracy"] is not None
+    assert kept(place, "joint", "again")["joint"] is True
+    assert kept(place, "chain", "again")["train_images_seen"] == 2 * 24  # as many as any other method
     assert len(runner.plan(held, place.runs).done) == 2
 
 
@@ -218,7 +325,7 @@ def test_a_killed_worker_is_reported_and_its_run_goes_on(place):
     (ended,) = Local(1)(held, [cell], place)
     assert ended.fault is None
     resumed = (place.runs / "full" / "seed-0" / "photos.safetensors").read_bytes()
-    assert record(place, "full", "photos")["train_images_seen"] < 40 * 24
+    assert kept(place, "full", "photos")["train_images_seen"] < 40 * 24
     worker.run_cell(held, cell, place.root, place.root / "others")
     assert (place.root / "others" / "full" / "seed-0" / "photos.safetensors").read_bytes() == resumed
 
@@ -289,7 +396,7 @@ def test_on_ray_a_lost_worker_is_replaced(place, monkeypatch):
     assert [ended.fault for ended in board.failed] == []
     assert len(board.done) == 2
     for name in ("photos", "again"):
-        assert record(place, "head", name)["last"]["epoch"] == 30
+        assert kept(place, "head", name)["last"]["epoch"] == 30
 
 
 def test_data_check(place, capsys, monkeypatch):
@@ -302,61 +409,211 @@ def test_data_check(place, capsys, monkeypatch):
     gone = '[[datasets]]\nname = "gone"\ndata = "gone"\nsource = "the moon"\n'
     file = Path("photos/train/red/0.png")
     good, bad = hashlib.sha256(file.read_bytes()).hexdigest(), "0" * 64
-    sums = f'[datasets.checksums]\n"{file}" = "sha256:{bad}"\n"none.zip" = "md5:{bad}"\n'
+    sums = f'[datasets.checksums]\n"{file}" = "sha256:{good}"\n"none.zip" = "md5:{bad}"\n'
+    Path("mine.toml").write_text(text.replace(row, sums + row))
+    assert run()[:2] == (0, "photos          ready; not here to be checked: none.zip\n")
+    sums = sums.replace(good, bad)
     Path("mine.toml").write_text(text.replace("train = 24", "train = 25").replace(row, sums + gone + row))
     code, out, _ = run()
     assert code == 1
-    assert "none.zip is missing" in out
     assert f"has the sha256 {good}" in out
     assert "train has 24 images, and must have 25" in out
     assert "gone            no data set at 'gone'" in out
     assert "from: the moon" in out
+    assert "read as: gone/{train,val,test}/CLASS/IMAGE" in out
     faults = json.loads(run("--json")[1])
     assert not faults["gone"]["ready"]
-    assert len(faults["photos"]["faults"]) == 3
+    assert len(faults["photos"]["faults"]) == 2
+    assert faults["photos"]["unchecked"] == ["none.zip"]
+    assert faults["photos"]["layout"].startswith("photos/{train,val,test}/CLASS/IMAGE")
+
+
+def test_data_of_a_devkit_say_which_files_are_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = bitgraft(capsys, monkeypatch, "data", "check", "decathlon")
+    assert code == 1
+    assert "read as: decathlon-1.0/annotations/gtsrb_{train,val,test}.json, and below decathlon-1.0 the images" in out
+    assert out.count("from: ") == 10
 
 
 def test_the_backbones_own_data_are_tried_once_and_not_trained_on(place):
     held = small(datasets=[*SMALL["datasets"][:1], {"name": "own", "data": "photos", "original": True}])
     assert list(held.cells())[-1] == Cell("original", 0, ("own",))
     worker.run_cell(held, Cell("original", 0, ("own",)), place.root, place.runs)
-    found = record(place, "original", "own")
+    found = kept(place, "original", "own")
     assert (found["bits"], found["train_images_seen"]) == (0, 0)
     assert 0 <= found["last"]["test_accuracy"] <= 1
     assert Cell("original", 0, ("own",)) in runner.plan(held, place.runs).done
+    (column,) = (one for one in table(runner.plan(held, place.runs), place.runs).columns if one.header == "own")
+    assert (
+        list(column.cells) == [f"{100 * found['last']['test_accuracy']:.1f}"] * 2
+    )  # every row's in the progress table
 
 
-def test_a_submission_answers_every_test_image(tmp_path, capsys, monkeypatch):
-    """From training to the challenge's own format, and what the scorer says of it is what the record says."""
-    devkit = tmp_path / "kit"
-    for part, first in (("train", 0), ("val", 100), ("test", 200)):
+SELF_TRAINED = {
+    "backbone": {"name": NET, "trained_on": "photos", "config": {"epochs": 5, "rates": {"weights": 1e-2}}},
+    "form": "decathlon",
+    "baseline": "finetune",
+    "rows": [{"row": "finetune", "method": "finetune"}, {"row": "head", "method": "classifier"}],
+}
+
+
+def test_a_backbone_can_be_trained_first(place):
+    held = small(**SELF_TRAINED)
+    first, *others = held.cells()
+    assert first == Cell("original", 0, ("photos",))
+    assert others == [Cell("finetune", 0, ("again",)), Cell("head", 0, ("again",))]
+    waves = []
+
+    def pool(suite, cells, where):
+        waves.append(list(cells))
+        return in_this_process(suite, cells, where)
+
+    runner.describe(held, place.runs)
+    board = runner.run(held, place, pool)
+    assert (waves, board.left, board.failed) == ([[first], others], [], [])
+    found = kept(place, "original", "photos")
+    assert (found["bits"], found["last"]["epoch"], found["config"]["epochs"]) == (0, 5, 5)
+    stores = [Store(place.runs / row / "seed-0") for row in ("finetune", "head")]
+    assert len({store.fingerprint for store in stores}) == 1
+    worker._try_original(held, first, place.root, place.runs, 0)  # the weights that tasks are added to
+    assert kept(place, "original", "photos")["last"]["test_accuracy"] == found["last"]["test_accuracy"]
+    assert not any(str(place.root) in json.dumps(kept(place, row, "again")) for row in ("finetune", "head"))
+
+    (results,) = gather(read_records(place.runs), read_suites(place.runs))
+    assert results.suite.baseline == "finetune"
+    assert {line.cells[1].text for line in tables(results)[0].lines} == {f"{100 * found['last']['test_accuracy']:.1f}"}
+
+    record.backbone_file(place.runs).unlink()
+    assert runner.plan(held, place.runs).left == [first]
+
+
+def test_nothing_is_run_on_a_backbone_that_could_not_be_trained(place):
+    held = small(**SELF_TRAINED)
+    board = runner.run(held, place, lambda suite, cells, where: (Ended(cell, "no luck") for cell in cells))
+    assert [ended.cell.row for ended in board.failed] == ["original"]
+    assert [cell.row for cell in board.left] == ["finetune", "head"]
+
+
+def test_the_data_of_a_trained_backbone_stay_whatever_is_chosen():
+    held = small(**SELF_TRAINED).chosen(rows=["head"], datasets=["again"])
+    assert [cell.row for cell in held.cells()] == ["original", "head"]
+    assert parse(json.loads(json.dumps(asdict(held)))) == held  # as a worker gets it
+    other = on_backbone(held, "own_net:other", None, True).backbone
+    assert (other.name, other.trained_on) == ("own_net:other", "photos")
+    assert on_backbone(held, "own_net:other", "file.safetensors", True).backbone.trained_on is None
+
+
+def test_settings_of_a_plain_backbone_are_those_of_older_records():
+    held = small()
+    assert settings(held, held.rows[0], held.datasets[0])["backbone"] == {
+        "name": NET,
+        "weights": None,
+        "pretrained": True,
+    }
+
+
+def test_labels_of_the_backbones_own_data_are_left_to_try_it_on():
+    joined = on_all_labels(load_suite("decathlon"))
+    assert joined.dataset("imagenet12").data == "decathlon-1.0:imagenet12"
+    assert joined.dataset("dtd").data == "decathlon-1.0:dtd:train+val"
+
+
+def devkit(folder, domain, first):
+    """Blue and red images, 12 in each part."""
+    for number, part in enumerate(("train", "val", "test")):
         rows = []
-        for number in range(12):
-            name = f"data/dtd/{part}/{number:06d}.png"
-            (devkit / name).parent.mkdir(parents=True, exist_ok=True)
-            Image.new("RGB", (16, 16), (250, 0, 0) if number % 2 else (0, 0, 250)).save(devkit / name)
-            rows.append({"id": first + number, "file_name": name, "category": 41 + number % 2})
+        for image in range(12):
+            name = f"data/{domain}/{part}/{image:06d}.png"
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (16, 16), (250, 0, 0) if image % 2 else (0, 0, 250)).save(folder / name)
+            rows.append({"id": first + 100 * number + image, "file_name": name, "category": 41 + image % 2})
         listing = {
             "categories": [{"id": 41, "name": "blue"}, {"id": 42, "name": "red"}],
             "images": [{"id": row["id"], "file_name": row["file_name"]} for row in rows],
             "annotations": [{"image_id": row["id"], "category_id": row["category"]} for row in rows],
         }
-        (devkit / "annotations").mkdir(exist_ok=True)
-        (devkit / "annotations" / f"dtd_{part}.json").write_text(json.dumps(listing))
-    (tmp_path / "own_net.py").write_text(SOURCE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.delitem(sys.modules, "own_net", raising=False)
+        (folder / "annotations").mkdir(exist_ok=True)
+        (folder / "annotations" / f"{domain}_{part}.json").write_text(json.dumps(listing))
+
+
+KIT = f"""name = "mine"
+[backbone]
+name = "{NET}"
+pretrained = false
+trained_on = "imagenet12"
+[config]
+size = 16
+batch = 8
+epochs = 2
+[[datasets]]
+name = "imagenet12"
+data = "kit:imagenet12"
+[[datasets]]
+name = "dtd"
+data = "kit:dtd"
+[[datasets]]
+name = "svhn"
+data = "kit:svhn"
+[[rows]]
+row = "full"
+method = "full"
+[[rows]]
+row = "chain"
+method = "packnet"
+order = ["svhn", "dtd"]
+[[rows]]
+row = "joint"
+method = "adapters-joint"
+datasets = ["imagenet12", "dtd", "svhn"]
+"""
+
+
+def test_a_submission_answers_every_test_image(place, capsys, monkeypatch):
+    """From training to the challenge's own format; what the answers are worth is what the records say."""
+    domains = {"imagenet12": 1000, "dtd": 2000, "svhn": 3000}
+    for domain, first in domains.items():
+        devkit(place.root / "kit", domain, first)
+    Path("mine.toml").write_text(KIT)
+    held = on_all_labels(load_suite("mine.toml"))
+    runner.run(held, place, in_this_process)
+    for row in ("full", "chain", "joint"):
+        chosen = held.chosen(rows=[row])
+        assert submission.write_submission(chosen, place.root, place.runs, Path("results.json")) == 36
+        answers = json.loads(Path("results.json").read_text())
+        assert [a["image_id"] for a in answers] == [first + 200 + i for first in domains.values() for i in range(12)]
+        for number, name in enumerate(domains):
+            some = answers[12 * number : 12 * number + 12]
+            right = sum(answer["category_id"] == 41 + index % 2 for index, answer in enumerate(some))
+            found = kept(place, "original" if name == "imagenet12" and row != "joint" else row, name)
+            assert found["images"] == {"train": 12 if number == 0 else 24, "val": 12 if number == 0 else 0, "test": 12}
+            assert right / 12 == found["last"]["test_accuracy"]
+
+
+def test_the_command_writes_a_submission(place, capsys, monkeypatch):
+    devkit(place.root / "kit", "dtd", 0)
+    start, rest = KIT.split("trained_on")[0], KIT.partition("[config]")[2]
     Path("mine.toml").write_text(
-        f'name = "mine"\n[backbone]\nname = "{NET}"\n[config]\nsize = 16\nbatch = 8\nepochs = 2\n'
-        '[[datasets]]\nname = "dtd"\ndata = "kit:dtd"\n[[rows]]\nrow = "full"\nmethod = "full"\n'
+        f'{start}[config]{rest.partition("[[")[0]}[[datasets]]\nname = "dtd"\ndata = "kit:dtd"\n'
+        '[[rows]]\nrow = "head"\nmethod = "classifier"\n'
     )
-    code, _, err = bitgraft(capsys, monkeypatch, "bench", "mine.toml", "--submission", "results.json", "--train-on-val")
+    command = ["bench", "mine.toml", "--submission", "results.json", "--train-on-val"]
+    code, _, err = bitgraft(capsys, monkeypatch, *command)
     assert code == 0, err
-    answers = json.loads(Path("results.json").read_text())
-    assert [answer["image_id"] for answer in answers] == list(range(200, 212))
-    right = sum(answer["category_id"] == 41 + index % 2 for index, answer in enumerate(answers))
-    found = json.loads(Path("runs/mine-train-on-val/full/seed-0/runs/dtd/record.json").read_text())
+    assert "12 answers in results.json" in err
+    assert len(json.loads(Path("results.json").read_text())) == 12
+    found = json.loads(Path("runs/mine-train-on-val/head/seed-0/runs/dtd/record.json").read_text())
     assert found["images"] == {"train": 24, "val": 0, "test": 12}
-    assert right / 12 == found["last"]["test_accuracy"]
+
+
+def test_a_backbone_of_other_classes_answers_for_nothing(place, monkeypatch):
+    devkit(place.root / "kit", "imagenet12", 0)
+    Path("mine.toml").write_text(KIT.replace('trained_on = "imagenet12"\n', ""))
+    held = load_suite("mine.toml").chosen(rows=["full"], datasets=["imagenet12"])
+    held = replace(held, datasets=(replace(held.datasets[0], original=True),))
+    store = place.runs / "full" / "seed-0"
+    net = worker.untrained(held).build()
+    Store.create(store, worker.untrained(held), Network(net))
+    monkeypatch.setattr(submission, "predicted", lambda *args: [4] * 12)  # of the five that this network knows
+    with pytest.raises(SuiteError, match="more classes than the 2 of imagenet12"):
+        submission.write_submission(held, place.root, place.runs, Path("results.json"))

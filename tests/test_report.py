@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from bitgraft.errors import DataError
 from bitgraft.report.cost import cost_table
 from bitgraft.report.published import published_table, published_tables
-from bitgraft.report.records import Suite, read_records, read_suites
+from bitgraft.report.records import Suite, as_lines, read_records, read_suites
 from bitgraft.report.results import Results, accuracy, gather, stat
 from bitgraft.report.table import Table, marks
-from bitgraft.report.tables import ablation_table, accuracy_table, baselines_of, decathlon_table, score_table
+from bitgraft.report.tables import ablation_table, accuracy_table, baselines_of, decathlon_table, score_table, tables
 from bitgraft.scoring import challenge_baselines, decathlon_score, domain_titles
 
 
@@ -111,6 +111,7 @@ def test_records_are_found_at_any_depth_and_gathered_by_suite_and_backbone(tmp_p
         ({"row": None}, "row is None, not a name"),
         ({"last": {"test_accuracy": 80.0}}, "the test accuracy of last is 80.0, not between 0 and 1"),
         ({"last": {"test_accuracy": float("nan")}}, "is nan, not between 0 and 1"),
+        ({"selected": {"val_accuracy": -1}}, "the val accuracy of selected is -1, not between 0 and 1"),
         ({"bits": -1}, "bits is -1"),
         ({"bits": "many"}, "could not convert"),
         ({"seconds": float("inf")}, "seconds is inf"),
@@ -149,10 +150,48 @@ def test_an_empty_folder_and_none_are_refused(tmp_path: Path) -> None:
         read_records(tmp_path / "nowhere")
 
 
-def test_the_same_run_twice_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, record(), record(test=0.1))
+def test_the_same_run_twice_is_refused_unless_it_is_a_copy(tmp_path: Path) -> None:
+    write(tmp_path / "a", record(), record(test=0.1))
     with pytest.raises(DataError, match=r"record the same run \(full on gtsrb, seed 0\)"):
-        read_records(tmp_path)
+        read_records(tmp_path / "a")
+    write(tmp_path / "b", record(), record())
+    assert len(read_records(tmp_path / "b")) == 1
+
+
+SUITE = {
+    "name": "mini",
+    "form": "decathlon",
+    "title": "Mini ↓",
+    "baseline": "finetune",
+    "rows": [{"row": "full", "title": "Full"}, {"row": "finetune", "title": "Finetune"}],
+    "datasets": [{"name": "gtsrb", "title": "Signs"}, {"name": "dtd", "title": "Textures"}],
+}
+
+
+def test_records_in_one_file_are_the_same_records(tmp_path: Path) -> None:
+    rows = [record(row, name, seed) for row in ("finetune", "full") for name in ("gtsrb", "dtd") for seed in (1, 0)]
+    write(tmp_path / "runs", *rows, suite=SUITE)
+    records, suites = read_records(tmp_path / "runs"), read_suites(tmp_path / "runs")
+    file = tmp_path / "kept" / "deeper" / "records.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text(as_lines(records, suites))
+    assert len(file.read_text().splitlines()) == 1 + 8
+    for source in (file, tmp_path / "kept"):
+        assert read_suites(source) == suites
+        assert {one.key: one.content for one in read_records(source)} == {one.key: one.content for one in records}
+        assert as_lines(read_records(source), read_suites(source)) == file.read_text()
+    (tmp_path / "runs" / "records.jsonl").write_text(json.dumps(record("stale")) + "\n")
+    assert {one.row for one in read_records(tmp_path / "runs")} == {"finetune", "full"}  # files of runs come first
+
+
+def test_a_bad_line_is_named_by_its_number(tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    file.write_text(json.dumps(record()) + "\n\n" + json.dumps(record(seed=1)) + "\n{torn\n")
+    with pytest.raises(DataError, match=r"cannot read .*records\.jsonl, line 4: "):
+        read_records(file)
+    file.write_text(json.dumps({**record(), "bits": -1}))
+    with pytest.raises(DataError, match=r"records\.jsonl, line 1 is no record of a run: bits is -1"):
+        read_records(file)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +199,7 @@ def test_the_same_run_twice_is_refused(tmp_path: Path) -> None:
     [{"form": "decathlon"}, {"name": "a", "form": "other"}, {"name": "a", "rows": [{}]}, {"name": "a", "rows": 3}],
 )
 def test_a_suite_that_makes_no_sense_is_refused(tmp_path: Path, suite: Mapping[str, Any]) -> None:
-    write(tmp_path, suite=suite)
+    write(tmp_path, record(), suite=suite)
     with pytest.raises(DataError, match=r"suite\.json does not describe a suite"):
         read_suites(tmp_path)
 
@@ -222,6 +261,58 @@ def test_last_epoch_by_default_and_selected_when_asked(tmp_path: Path) -> None:
     assert "epoch selected on validation" in decathlon_table(one).caption
     blind = results(tmp_path / "c", record(selected=None), selected=True)
     assert blind.accuracies("full", "gtsrb") == {}
+
+
+def test_validation_accuracies_are_shown_when_asked(tmp_path: Path) -> None:
+    one = results(tmp_path / "a", record(), validation=True)
+    assert one.accuracies("full", "gtsrb") == {0: pytest.approx(50)}
+    assert "on the validation set, last epoch" in decathlon_table(one).caption
+    one = results(tmp_path / "b", record(), validation=True, selected=True)
+    assert one.accuracies("full", "gtsrb") == {0: pytest.approx(60)}
+
+
+OWN = [record("original", "imagenet", test=0.762, method="classifier", bits=0)]
+
+
+def test_on_the_backbones_own_data_every_row_has_its_accuracy(tmp_path: Path) -> None:
+    runs = [
+        record(row, "cubs", seed, 0.8 + 0.01 * seed, bits=bits)
+        for row, bits in (("packnet", 200), ("full", 100), ("finetune", 1000), ("adapters-joint", 100))
+        for seed in range(3)
+    ]
+    suite = {"name": "mini", "form": "accuracy", "datasets": [{"name": "imagenet", "title": "ImageNet"}]}
+    one = results(tmp_path, *OWN, *runs, suite={**suite, "rows": [{"row": "never"}]})
+    table = accuracy_table(one)
+    assert table.headings == ("never", "Adapters-joint", "Finetune", "Full", "Packnet")
+    assert texts(table) == {
+        "ImageNet": ["–", "–", "76.2", "76.2", "76.2"],
+        "cubs": ["–", *["81.0 ± 1.0"] * 4],
+        "# Params": ["–", "–", "2.00", "1.10", "1.20"],
+    }
+    assert "over 3 seeds" in table.caption  # that of the backbone was tried once, and is not counted
+    assert (
+        "ImageNet: the backbone's own data, tried once; no task changes it, so each row has its accuracy, but for "
+        "Adapters-joint, whose backbone is another." in table.notes
+    )
+    assert any("stays whole here" in note for note in table.notes)  # PackNet's does not in the paper
+    assert "Missing: never on all; Adapters-joint on ImageNet." in table.notes
+    mean = one.whole("full", accuracy, statistics.fmean)
+    assert (mean.mean, mean.n) == (pytest.approx((76.2 + 81) / 2), 3)
+    assert mean.sd == pytest.approx(0.5)
+    assert [line.title for line in cost_table(one).lines] == ["never", "Adapters-joint", "Finetune", "Full", "Packnet"]
+
+
+def test_a_joint_row_that_trained_on_the_backbones_data_has_its_own_accuracy(tmp_path: Path) -> None:
+    runs = [record("adapters-joint", "imagenet", test=0.5, bits=100), record("full", "cubs")]
+    one = results(tmp_path, *OWN, *runs, suite={"name": "mini", "form": "accuracy"})
+    assert one.accuracies("adapters-joint", "imagenet") == {0: 50}
+    assert one.accuracies("full", "imagenet") == {0: pytest.approx(76.2)}
+    assert one.params("full") == pytest.approx(1.1)
+
+
+def test_the_backbone_alone_is_a_row_while_there_is_no_other(tmp_path: Path) -> None:
+    table = accuracy_table(results(tmp_path, *OWN, suite={"name": "mini", "form": "accuracy"}))
+    assert texts(table)["imagenet"] == ["76.2"]
 
 
 def test_parameters_add_up_over_data_sets_not_over_seeds(tmp_path: Path) -> None:
@@ -337,6 +428,34 @@ def test_a_row_can_be_the_baseline(tmp_path: Path) -> None:
         baselines_of(one, "nothing")
 
 
+def test_a_suites_own_baseline_is_used_without_asking(tmp_path: Path) -> None:
+    grid = {"finetune": (0.9, 0.6), "full": (0.95, 0.6)}
+    rows = [
+        record(row, name, test=test)
+        for row, some in grid.items()
+        for name, test in zip(("gtsrb", "dtd"), some, strict=True)
+    ]
+    one = results(tmp_path, *rows, suite=SUITE)
+    _, scores, _ = tables(one)
+    assert texts(scores)["Finetune"][1:] == ["250", "250", "500"]
+    assert texts(scores)["Full"][1:] == [f"{decathlon_score(5, 10):.0f}", "250", f"{decathlon_score(5, 10) + 250:.0f}"]
+    assert scores.notes[0].startswith("S is measured against Finetune in this table")
+    _, challenge, _ = tables(results(tmp_path / "b", *rows, suite={**SUITE, "baseline": None}))
+    assert challenge.notes[0].startswith("S is measured against the challenge's baselines")
+
+
+def test_while_the_suites_baseline_is_not_there_the_rest_of_the_report_is(tmp_path: Path) -> None:
+    rows = [record("finetune", "gtsrb"), record("full", "gtsrb"), record("full", "dtd")]
+    one = results(tmp_path / "a", *rows, suite=SUITE)
+    made = tables(one)
+    assert [table.name for table in made] == ["accuracies", "cost"]
+    assert made[0].notes[-1].startswith("No S yet: finetune, which it is measured against, lacks results")
+    with pytest.raises(DataError, match="finetune cannot be the baseline: it has no result, or no errors, on dtd"):
+        tables(one, baseline="finetune")
+    one = results(tmp_path / "b", *rows[:2], suite=SUITE)  # nobody was tried on dtd
+    assert [table.name for table in tables(one)] == ["accuracies", "scores", "cost"]
+
+
 def test_a_data_set_outside_the_challenge_needs_a_baseline(tmp_path: Path) -> None:
     one = results(tmp_path, record(dataset="mine"), suite={"name": "mini", "form": "decathlon"})
     with pytest.raises(DataError, match="there is no baseline error for mine in the challenge's baselines"):
@@ -396,6 +515,19 @@ def test_cost_is_relative_to_finetuning_on_the_same_data_sets(tmp_path: Path) ->
         "Full": ["40.00", "1.00", "3", "1.50"],  # twice and half as long
         "Dan": ["120.00", "1.50", "4", "1.00"],
     }
+
+
+def test_the_processors_time_is_shown_where_it_was_recorded(tmp_path: Path) -> None:
+    runs = [record("finetune", processor_seconds=5.0), record("full", processor_seconds=6.0), record("dan")]
+    table = cost_table(results(tmp_path, *runs))
+    assert table.headings[2:4] == ("processor ms", "relative processor time")
+    assert {title: cells[2:4] for title, cells in texts(table).items()} == {
+        "Finetune": ["10.00", "1.00"],
+        "Full": ["12.00", "1.20"],
+        "Dan": ["–", "–"],
+    }
+    assert len(set(table.headings)) == len(table.headings)
+    assert "Relative to Finetune: the geometric mean over the data sets that both rows have." in table.notes
 
 
 def test_cost_without_finetuning_or_from_several_machines_says_so(tmp_path: Path) -> None:

@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from test_report import record, write
 
 from bitgraft.cli import main as cli
+from bitgraft.drawing import rendered
 from bitgraft.report.figures import Box, Point, against_parameters, apart
 from bitgraft.report.render import comma_separated, html, latex, markdown
 from bitgraft.report.results import Stat
 from bitgraft.report.table import Cell, Line, Table, figure, number
-from bitgraft.report.write import write_report
+from bitgraft.report.write import usual_place, write_report
+from bitgraft.scoring import domain_titles
 
 NASTY = "a|b_c & 50% <script> $x$ {#} ~^\\"
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -174,8 +176,17 @@ def test_a_name_with_room_stays_at_its_point() -> None:
 
 def test_one_point_and_equal_points_can_be_drawn() -> None:
     point = Point("Full", 1.0, Stat(3000.0, None, 1))
-    assert against_parameters([point], "S", "title").startswith(PNG)
-    assert against_parameters([point] * 9, "S", "title").startswith(PNG)
+    for points in ([point], [point] * 9):
+        assert rendered(against_parameters(points, "S", "title"), "png").startswith(PNG)
+
+
+def test_a_long_title_stays_within_its_figure() -> None:
+    figure = against_parameters([Point("Full", 1.0, Stat(3.0, None, 1))], "S", "a rather long title of a suite " * 6)
+    figure.draw_without_rendering()
+    (title,) = figure.findobj(lambda one: getattr(one, "get_text", str)().startswith("a rather"))
+    box = title.get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.x1
 
 
 def test_the_command_writes_every_format(tmp_path: Path, report) -> None:
@@ -192,6 +203,7 @@ def test_the_command_writes_every_format(tmp_path: Path, report) -> None:
         "mini-cost.csv",
         "mini-by-method.png",
         "mini-params.png",
+        "records.jsonl",
     }
     assert all(str(tmp_path / "out" / name) in out for name in names)
     for name in ("mini-by-method.png", "mini-params.png"):
@@ -236,9 +248,53 @@ def test_a_second_report_reads_the_same_records(tmp_path: Path) -> None:
     assert {file: file.read_bytes() for file in second.files} == kept
 
 
-def test_selected_epochs(tmp_path: Path, report) -> None:
+def test_what_is_committed_makes_the_same_report(tmp_path: Path) -> None:
+    """The records of a report make it again, to the last byte, in the same place or elsewhere."""
+    write(tmp_path / "runs", *SEVERAL, suite={"name": "mini", "form": "decathlon", "baseline": "finetune"})
+    first = write_report(tmp_path / "runs", tmp_path / "docs" / "mini", published=True)
+    kept = {file.name: file.read_bytes() for file in first.files}
+    assert usual_place(tmp_path / "runs") == tmp_path / "runs" / "report"
+    for source in (tmp_path / "docs" / "mini", tmp_path / "docs" / "mini" / "records.jsonl"):
+        assert usual_place(source) == tmp_path / "docs" / "mini"
+        again = write_report(source, tmp_path / "again", published=True)
+        assert {file.name: file.read_bytes() for file in again.files} == kept
+        write_report(source, usual_place(source), published=True)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "docs" / "mini").iterdir()} == kept
+
+
+def test_the_page_says_where_its_records_come_from(tmp_path: Path) -> None:
+    machine = {"system": "Linux", "processor": "x86", "cores": 2, "threads": 1, "gpu": None}
+    about = {"machine": machine, "versions": {"bitgraft": "0.1", "torch": "9.9", "timm": "1"}}
+    runs = [record(seed=seed, date=f"2026-11-1{seed}T10:00:00+00:00", **about) for seed in (6, 5)]
+    write_report(write(tmp_path / "runs", *runs), tmp_path / "out")
+    assert (tmp_path / "out" / "report.md").read_text().splitlines()[-1] == (
+        "From 2 records, records.jsonl (2026-11-15 to 2026-11-16; bitgraft 0.1, torch 9.9; Linux x86, 2 cores, 1 "
+        "thread for each run, no GPU)."
+    )
+
+
+def test_figures_of_a_whole_decathlon_are_small_enough_to_commit(tmp_path: Path) -> None:
+    runs = [
+        record(f"row-{number}", name, seed, (40 + 7 * number + 3 * seed + len(name)) % 100 / 100, bits=10 * number)
+        for number in range(12)
+        for name in domain_titles()
+        for seed in range(3)
+    ]
+    made = write_report(write(tmp_path / "runs", *runs), tmp_path / "out", published=True)
+    sizes = [file.stat().st_size for file in made.files if file.suffix == ".png"]
+    assert len(sizes) == 2
+    assert max(sizes) < 300_000
+
+
+def test_selected_epochs_and_validation(tmp_path: Path, report) -> None:
     write(tmp_path / "runs", *SEVERAL)
     assert "25.0" in report("--selected")[1]
+    code, out, _ = report("--validation")
+    assert code == 0
+    assert "in per cent on the validation set" in out
+    code, _, err = report("--validation", "--published")
+    assert code == 2
+    assert "do not go together" in err
 
 
 def test_several_suites_and_backbones_keep_their_files_apart(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
 """Holds data sets to what a suite says of them."""
 
 import hashlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from bitgraft.bench.suite import Dataset, Suite
+from bitgraft.bench.suite import SPLITS, Dataset, Suite
 from bitgraft.data.images import Splits
 from bitgraft.data.splits import open_data
 from bitgraft.errors import DataError, SuiteError
@@ -38,6 +39,22 @@ def faults(dataset: Dataset, splits: Splits) -> Iterator[str]:
         yield f"there are {found:,} classes, and must be {dataset.classes:,}"
 
 
+def layout(dataset: Dataset) -> str:
+    """Which files are read, below the root."""
+    if dataset.data.startswith(("package:", "torchvision:")):
+        return dataset.data
+    if found := re.fullmatch(r"(.+?):([\w.-]+)(:train\+val)?", dataset.data):
+        kit, domain = found[1], found[2]
+        return f"{kit}/annotations/{domain}_{{train,val,test}}.json, and below {kit} the images that they list"
+    parts = ",".join(part for part in SPLITS if part in dataset.images)
+    return f"{dataset.data}/{{{parts or 'train,val,test'}}}/CLASS/IMAGE, or {dataset.data}/CLASS/IMAGE"
+
+
+def unchecked(dataset: Dataset, root: Path) -> list[str]:
+    """Files with a published checksum that are not there (any more)."""
+    return [file for file in dataset.checksums if not (root / file).exists()]
+
+
 def demand(dataset: Dataset, splits: Splits) -> None:
     if fault := next(faults(dataset, splits), None):
         raise SuiteError(f"data set {dataset.name}: {fault}")
@@ -45,8 +62,7 @@ def demand(dataset: Dataset, splits: Splits) -> None:
 
 def _checksum_fault(path: Path, published: str) -> Iterator[str]:
     kind, _, wanted = published.partition(":")
-    if not path.is_file():
-        yield f"the file {path} is missing"
+    if not path.exists():  # an archive need not be kept once it is unpacked
         return
     found = hashlib.new(kind, usedforsecurity=False)
     with path.open("rb") as file:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bitgraft.bench.pools import Ended, Place, Pool
+from bitgraft.bench.record import finished, record_path
 from bitgraft.bench.suite import Cell, Suite
-from bitgraft.bench.worker import finished, record_path
 from bitgraft.files import write_atomically
+from bitgraft.report import records as report
 
 
 @dataclass
@@ -35,11 +36,21 @@ def plan(suite: Suite, runs: Path) -> Board:
 
 
 def run(suite: Suite, place: Place, pool: Pool, watchers: Sequence[Watcher] = ()) -> Board:
-    """Make the runs that have no record yet; a run that fails does not hold up the others."""
+    """Make the runs that have no record yet; a run that fails does not hold up the others, but for the backbone's."""
     board = plan(suite, place.runs)
     for watcher in watchers:
         watcher.changed(board)
-    for ended in pool(suite, list(board.left), place):
+    first = [cell for cell in board.left if suite.leads(cell)]
+    _make(suite, first, place, pool, board, watchers)
+    if not board.failed:
+        _make(suite, list(board.left), place, pool, board, watchers)
+    return board
+
+
+def _make(
+    suite: Suite, cells: Sequence[Cell], place: Place, pool: Pool, board: Board, watchers: Sequence[Watcher]
+) -> None:
+    for ended in pool(suite, cells, place) if cells else ():
         board.left.remove(ended.cell)
         if ended.fault is None:
             board.done.append(ended.cell)
@@ -47,7 +58,6 @@ def run(suite: Suite, place: Place, pool: Pool, watchers: Sequence[Watcher] = ()
             board.failed.append(ended)
         for watcher in watchers:
             watcher.changed(board)
-    return board
 
 
 def records(suite: Suite, runs: Path) -> list[dict[str, Any]]:
@@ -57,13 +67,14 @@ def records(suite: Suite, runs: Path) -> list[dict[str, Any]]:
 
 
 def describe(suite: Suite, runs: Path) -> None:
-    """Tell `bitgraft report` in which order the table's rows and columns come."""
-    about = {
-        "name": suite.name,
-        "title": suite.title or suite.name,
-        "form": suite.form,
-        "rows": [{"row": row.row, "title": row.title or row.row} for row in suite.rows],
-        "datasets": [{"name": dataset.name, "title": dataset.title or dataset.name} for dataset in suite.datasets],
-    }
+    """Tell `bitgraft report` in which order the table's rows and columns come, and what S is measured against."""
+    about = report.Suite(
+        suite.name,
+        suite.form,
+        suite.title,
+        rows={row.row: row.title or row.row for row in suite.rows},
+        datasets={dataset.name: dataset.title or dataset.name for dataset in suite.datasets},
+        baseline=suite.baseline,
+    )
     runs.mkdir(parents=True, exist_ok=True)
-    write_atomically(runs / "suite.json", (json.dumps(about, indent=1) + "\n").encode())
+    write_atomically(runs / report.SUITE, (json.dumps(about.plain(), indent=1) + "\n").encode())

@@ -1,7 +1,7 @@
 """`bitgraft bench`: the runs of a suite, what is left of them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -56,19 +56,20 @@ def bench(
     known: Annotated[bool, typer.Option("--list", help="Name the suites that come with bitgraft, and leave.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run a suite's grid: every row on every data set with every seed, a record of each.
+    """Run what is left of a suite, with a record of each run.
 
-    What has its record is never run again, so the same command goes on after a kill, and runs what was added. A run
-    that fails does not hold up the others.
+    A suite is a grid: every row on every data set with every seed. What has its record is never run again, so the
+    same command goes on after a kill, and runs what was added. A run that fails does not hold up the others.
     """
+    from bitgraft.bench import reading
     from bitgraft.bench import suite as suites
 
     if known:
-        _list(suites, as_json)
+        _list(as_json)
         return
     if not suite:
-        raise typer.BadParameter(f"say which suite: one of {', '.join(suites.built_in())}, or a .toml file")
-    whole = suites.load_suite(suite)
+        raise typer.BadParameter(f"say which suite: one of {', '.join(reading.built_in())}, or a .toml file")
+    whole = reading.load_suite(suite)
     if train_on_val:
         whole = suites.on_all_labels(whole)
     if backbone is not None or weights is not None or not pretrained:
@@ -90,10 +91,11 @@ def bench(
         raise typer.Exit(1)
 
 
-def _list(suites: Any, as_json: bool) -> None:
+def _list(as_json: bool) -> None:
+    from bitgraft.bench.reading import built_in, load_suite
     from bitgraft.cli.output import show_json
 
-    known = {name: suites.load_suite(name) for name in suites.built_in()}
+    known = {name: load_suite(name) for name in built_in()}
     if as_json:
         show_json({name: {"title": s.title, "rows": [r.row for r in s.rows]} for name, s in known.items()})
     else:
@@ -134,6 +136,8 @@ def _run(
         )
     for ended in board.failed:
         typer.echo(f"error: {ended.cell}: {ended.fault}", err=True)
+    if board.left:
+        typer.echo(f"error: {len(board.left)} runs wait for the backbone, which was not trained", err=True)
     return board
 
 

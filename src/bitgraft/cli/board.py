@@ -9,6 +9,8 @@ from rich.live import Live
 from rich.table import Table
 
 from bitgraft.bench.runner import Board, records
+from bitgraft.methods import registry
+from bitgraft.report.records import ORIGINAL
 
 
 class Progress:
@@ -51,8 +53,9 @@ def table(board: Board, folder: Path) -> Table:
         accuracy = record["last"]["test_accuracy"]
         found.setdefault((record["row"], record["dataset"]), []).append(accuracy if accuracy is not None else 0.0)
     for row in suite.rows:
-        cells = [_cell(found.get((row.row, dataset.name), [])) for dataset in suite.datasets]
-        drawn.add_row(row.title or row.row, *cells)
+        lends = ORIGINAL if not registry.get(row.method).joint else ""  # whoever trains the backbone has another one
+        shown = [found.get((row.row, d.name)) or found.get((lends, d.name), []) for d in suite.datasets]
+        drawn.add_row(row.title or row.row, *map(_cell, shown))
     return drawn
 
 

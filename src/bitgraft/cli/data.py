@@ -28,23 +28,35 @@ def check(
 ) -> None:
     """Say of each data set whether it is there and as the suite says: images of each split, classes, checksums.
 
-    Ends with exit code 1 where something is missing.
+    Of one that is not: what is wrong, where it comes from and which files are read. Exit code 1 where something is
+    missing.
     """
-    from bitgraft.bench.check import check_suite
-    from bitgraft.bench.suite import load_suite
+    from bitgraft.bench.check import check_suite, layout, unchecked
+    from bitgraft.bench.reading import load_suite
     from bitgraft.cli.output import show_json
 
     held = load_suite(suite)
     found = {name: list(faults) for name, faults in check_suite(held, root)}
     if as_json:
-        show_json({name: {"ready": not faults, "faults": faults} for name, faults in found.items()})
+        show_json(
+            {
+                dataset.name: {
+                    "ready": not found[dataset.name],
+                    "faults": found[dataset.name],
+                    "layout": layout(dataset),
+                    "source": dataset.source,
+                    "unchecked": unchecked(dataset, root),
+                }
+                for dataset in held.datasets
+            }
+        )
     else:
         for dataset in held.datasets:
-            faults = found[dataset.name]
-            typer.echo(f"{dataset.name:16}{'ready' if not faults else faults[0]}")
-            for fault in faults[1:]:
-                typer.echo(f"{'':16}{fault}")
-            if faults and dataset.source:
-                typer.echo(f"{'':16}from: {dataset.source}")
+            faults, gone = found[dataset.name], unchecked(dataset, root)
+            ready = f"ready; not here to be checked: {', '.join(gone)}" if gone else "ready"
+            typer.echo(f"{dataset.name:16}{faults[0] if faults else ready}")
+            more = [f"from: {dataset.source}" if dataset.source else "", f"read as: {layout(dataset)}"]
+            for line in [*faults[1:], *filter(None, more)] if faults else ():
+                typer.echo(f"{'':16}{line}")
     if any(found.values()):
         raise typer.Exit(1)

@@ -5,37 +5,60 @@ from typing import Annotated
 
 import typer
 
+from bitgraft.cli.names import AsJson
 from bitgraft.cli.output import show_json
 
 TRY = """\b
 Try:
-  bitgraft report runs
-  bitgraft report runs --published --out docs/results
-  bitgraft report runs --selected --json"""
+  bitgraft report runs/decathlon
+  bitgraft report runs/decathlon --published --output docs/results/decathlon
+  bitgraft report docs/results/decathlon/records.jsonl --baseline finetune --output other
+  bitgraft report runs/quick-grid --validation --json"""
 
 
 def report(
-    runs: Annotated[Path, typer.Argument(metavar="RUNS", help="A folder with record.json files at any depth.")],
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to write [RUNS/report].")] = None,
+    runs: Annotated[
+        Path, typer.Argument(metavar="RUNS", help="A folder of records, at any depth, or a records.jsonl.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--output", "--out", metavar="DIR", help="Where to write [RUNS/report].")
+    ] = None,
     published: Annotated[bool, typer.Option("--published", help="Put the paper's rows beside these.")] = False,
     selected: Annotated[
         bool, typer.Option("--selected", help="The epoch that was best on validation, not the last.")
     ] = False,
+    validation: Annotated[
+        bool, typer.Option("--validation", help="Accuracies on the validation images, to choose settings by.")
+    ] = False,
     baseline: Annotated[
         str | None,
-        typer.Option(metavar="ROW|FILE", help="Whose errors S is measured against [the challenge's baselines]."),
+        typer.Option(
+            metavar="ROW|FILE", help="Whose errors S is measured against [the suite's row, or the challenge's]."
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a benchmark's tables and figures.
 
     Accuracy by data set with the size of all tasks, decathlon scores, cost, and the ablation, in Markdown, LaTeX, CSV
-    and HTML. The best method of each data set is bold, the second underlined.
+    and HTML; figures as PNG; and the records in one file, records.jsonl, which this command reads as well. The best
+    method of each data set is bold, the second underlined.
     """
     from bitgraft.report.render import markdown
-    from bitgraft.report.write import write_report
+    from bitgraft.report.write import usual_place, write_report
 
-    written = write_report(runs, out or runs / "report", published=published, selected=selected, baseline=baseline)
+    if validation and published:
+        raise typer.BadParameter(
+            "--validation and --published do not go together: the paper's rows are test accuracies"
+        )
+    written = write_report(
+        runs,
+        out or usual_place(runs),
+        published=published,
+        selected=selected,
+        validation=validation,
+        baseline=baseline,
+    )
     if as_json:
         show_json({"files": [str(file) for file in written.files], "tables": [t.plain() for t in written.tables]})
     else:

@@ -88,12 +88,12 @@ def html(table: Table) -> str:
     )
 
 
-def markdown_page(title: str, tables: Iterable[Table], figures: Iterable[tuple[Path, str]]) -> str:
+def markdown_page(title: str, tables: Iterable[Table], figures: Iterable[tuple[Path, str]], origin: str) -> str:
     shown = [f"![{_md(caption)}]({file.name})" for file, caption in figures]
-    return "\n\n".join([f"# {_md(title)}", *map(markdown, tables), *shown]) + "\n"
+    return "\n\n".join([f"# {_md(title)}", *map(markdown, tables), *shown, _md(origin)]) + "\n"
 
 
-def html_page(title: str, tables: Iterable[Table], figures: Iterable[tuple[Path, str]]) -> str:
+def html_page(title: str, tables: Iterable[Table], figures: Iterable[tuple[Path, str]], origin: str) -> str:
     shown = [
         f"<figure><figcaption>{escape(caption)}</figcaption>"
         f'<img src="{escape(file.name)}" alt="{escape(caption)}"></figure>'
@@ -106,6 +106,7 @@ def html_page(title: str, tables: Iterable[Table], figures: Iterable[tuple[Path,
             f"<title>{escape(title)}</title><style>\n{STYLE}\n</style></head><body>\n<h1>{escape(title)}</h1>",
             *map(html, tables),
             *shown,
+            f'<p class="notes">{escape(origin)}</p>',
             "</body></html>\n",
         ]
     )

@@ -3,9 +3,9 @@
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from bitgraft.report.records import Form, Record, Suite
+from bitgraft.report.records import ORIGINAL, Form, Record, Suite
 from bitgraft.scoring import domain_titles
 
 REFERENCES = ("classifier", "finetune")
@@ -36,15 +36,31 @@ class Results:
     datasets: Mapping[str, str]
     runs: Mapping[tuple[str, str], Sequence[Record]]
     """By row and data set, one for each seed."""
+    own: Mapping[str, Record] = field(default_factory=dict)
+    """How the backbone does on its own data, by data set: so does every row, since no task changes it."""
     selected: bool = False
+    validation: bool = False
 
     def accuracies(self, row: str, dataset: str) -> dict[int, float]:
         """Per cent, by seed."""
-        found = {run.seed: run.selected if self.selected else run.last for run in self.runs.get((row, dataset), ())}
+        runs = self.runs.get((row, dataset), ())
+        found = {run.seed: self._accuracy(run) for run in runs}
+        if self.lent(row, dataset):
+            found = dict.fromkeys(sorted({run.seed for run in self.of(row)}), self._accuracy(self.own[dataset]))
         return {seed: 100 * value for seed, value in found.items() if value is not None}
 
+    def _accuracy(self, run: Record) -> float | None:
+        epoch = run.selected if self.selected else run.last
+        return epoch.val if self.validation else epoch.test
+
+    def lent(self, row: str, dataset: str) -> bool:
+        """Whether a row has the backbone's own accuracy there; a joint one trains the backbone, and has its own."""
+        here = self.of(row)
+        return dataset in self.own and bool(here) and not here[0].joint and not self.runs.get((row, dataset))
+
     def cell(self, row: str, dataset: str, measure: Measure) -> Stat | None:
-        return stat([measure(dataset, value) for value in self.accuracies(row, dataset).values()])
+        values = [measure(dataset, value) for value in self.accuracies(row, dataset).values()]
+        return stat(values[:1] if self.lent(row, dataset) else values)
 
     def whole(self, row: str, measure: Measure, combine: Callable[[Iterable[float]], float]) -> Stat | None:
         """Mean or total over the data sets, if all are there; its spread is over seeds that ran on all of them."""
@@ -59,7 +75,7 @@ class Results:
 
     def params(self, row: str) -> float | None:
         """All tasks against the backbone, heads apart: (backbone + what each data set adds) / backbone."""
-        runs = [self.runs.get((row, dataset), ()) for dataset in self.datasets]
+        runs = [self.runs.get((row, dataset), ()) for dataset in self.datasets if not self.lent(row, dataset)]
         if not all(runs):
             return None
         return 1 + sum(statistics.fmean(run.bits / run.backbone_bits for run in some) for some in runs)
@@ -97,20 +113,24 @@ def geometric_mean(ratios: Sequence[float]) -> float | None:
     return math.exp(statistics.fmean(map(math.log, ratios))) if ratios and min(ratios) > 0 else None
 
 
-def gather(records: Sequence[Record], suites: Mapping[str, Suite], selected: bool = False) -> list[Results]:
+def gather(
+    records: Sequence[Record], suites: Mapping[str, Suite], selected: bool = False, validation: bool = False
+) -> list[Results]:
     """One grid for each suite and backbone, by name."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         groups.setdefault((record.suite, record.backbone), []).append(record)
     return [
-        _grid(suites.get(name, Suite(name, title=name)), backbone, groups[name, backbone], selected)
+        _grid(suites.get(name, Suite(name, title=name)), backbone, groups[name, backbone], selected, validation)
         for name, backbone in sorted(groups)
     ]
 
 
-def _grid(suite: Suite, backbone: str, records: list[Record], selected: bool) -> Results:
+def _grid(suite: Suite, backbone: str, records: list[Record], selected: bool, validation: bool) -> Results:
     runs: dict[tuple[str, str], list[Record]] = {}
-    for record in sorted(records, key=lambda one: one.seed):
+    rows = [record for record in records if record.row != ORIGINAL] or records
+    own = {record.dataset: record for record in records if record.row == ORIGINAL}
+    for record in sorted(rows, key=lambda one: one.seed):
         runs.setdefault((record.row, record.dataset), []).append(record)
     datasets = {**suite.datasets, **{name: name for name in sorted({r.dataset for r in records} - set(suite.datasets))}}
     form = suite.form or ("decathlon" if set(datasets) <= set(domain_titles()) else "accuracy")
@@ -118,6 +138,6 @@ def _grid(suite: Suite, backbone: str, records: list[Record], selected: bool) ->
         datasets = {name: title for name, title in domain_titles().items() if name in datasets} | {
             name: name for name in datasets if name not in domain_titles()
         }
-    titles = {record.row: record.title for record in records}
-    rows = {**suite.rows, **{row: titles[row] for row in sorted(set(titles) - set(suite.rows))}}
-    return Results(suite, form, backbone, rows, datasets, runs, selected)
+    titles = {record.row: record.title for record in rows}
+    named = {**suite.rows, **{row: titles[row] for row in sorted(set(titles) - set(suite.rows))}}
+    return Results(suite, form, backbone, named, datasets, runs, own, selected, validation)

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,14 @@ WORDS = {"learn": "✓", "auto": "1"}
 
 def tables(results: Results, published: bool = False, baseline: str | None = None) -> list[Table]:
     """All tables of one suite on one backbone."""
-    made = [MAIN[results.form](results, published)]
-    if results.form == "decathlon":
-        made.append(score_table(results, baselines_of(results, baseline), published))
-    return [*made, cost_table(results)]
+    main, cost = MAIN[results.form](results, published), cost_table(results)
+    if results.form != "decathlon":
+        return [main, cost]
+    baselines = baselines_of(results, baseline)
+    if baselines is None:
+        told = f"No S yet: {results.suite.baseline}, which it is measured against, lacks results, or has no errors."
+        return [replace(main, notes=(*main.notes, told)), cost]
+    return [main, score_table(results, baselines, published), cost]
 
 
 def accuracy_table(results: Results, published: bool = False) -> Table:
@@ -103,21 +108,33 @@ MAIN: Mapping[str, Callable[[Results, bool], Table]] = {
 }
 
 
-def baselines_of(results: Results, given: str | None) -> Baselines:
-    """The challenge's, a file's, or the mean errors of a row of these results."""
-    given = given or results.suite.baseline
+def baselines_of(results: Results, given: str | None) -> Baselines | None:
+    """The challenge's, a file's, or the mean errors of a row of these results; none while the suite's row has gaps."""
     if given is None:
-        return challenge_baselines()
+        own = results.suite.baseline
+        if own is None:
+            return challenge_baselines()
+        return None if _unfit(results, own) else _errors_of(results, own)
     if given not in results.rows:
         if not Path(given).is_file():
             raise DataError(f"--baseline {given}: neither a row of {results.suite.name} nor a file")
         return read_baselines(Path(given))
-    found = {name: results.cell(given, name, accuracy) for name in results.datasets}
-    if unfit := [name for name, cell in found.items() if cell is None or cell.mean >= 100]:
+    if unfit := _unfit(results, given):
         raise DataError(f"{given} cannot be the baseline: it has no result, or no errors, on {', '.join(unfit)}")
-    return Baselines(
-        {name: 100 - cell.mean for name, cell in found.items() if cell}, f"{results.rows[given]} in this table"
-    )
+    return _errors_of(results, given)
+
+
+def _unfit(results: Results, row: str) -> list[str]:
+    """Data sets on which there is something to score, but no error of this row to measure it against."""
+    tried = [name for name in results.datasets if any(results.accuracies(other, name) for other in results.rows)]
+    found = {name: results.cell(row, name, accuracy) for name in tried}
+    return [name for name, cell in found.items() if cell is None or cell.mean >= 100]
+
+
+def _errors_of(results: Results, row: str) -> Baselines:
+    found = {name: results.cell(row, name, accuracy) for name in results.datasets}
+    errors = {name: 100 - cell.mean for name, cell in found.items() if cell}
+    return Baselines(errors, f"{results.rows[row]} in this table")
 
 
 def _by_method(

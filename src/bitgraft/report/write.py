@@ -1,4 +1,4 @@
-"""From a folder of records to a folder of tables and figures."""
+"""From records to a folder of tables and figures."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -6,16 +6,21 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
+from bitgraft.drawing import rendered
 from bitgraft.files import write_atomically
 from bitgraft.report import figures
 from bitgraft.report.published import published_table
-from bitgraft.report.records import read_records, read_suites
+from bitgraft.report.records import LINES, as_lines, holds_record_files, read_records, read_suites
 from bitgraft.report.render import comma_separated, html_page, latex_page, markdown_page
 from bitgraft.report.results import Measure, Results, Stat, accuracy, gather
 from bitgraft.report.table import Table
 from bitgraft.report.tables import baselines_of, score_measure, tables
-from bitgraft.report.wording import name_of
+from bitgraft.report.wording import circumstances, name_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 OWN = ("imagenet", "imagenet12")
 """What the backbone does of itself: it adds no parameters, and a suite may leave it out."""
@@ -29,28 +34,44 @@ class Report:
     """Whether there are figures: without matplotlib there are none."""
 
 
+def usual_place(source: Path) -> Path:
+    """Where a report of these records goes: below the runs, or where they lie in one file."""
+    if source.is_file():
+        return source.parent
+    return source / "report" if holds_record_files(source) else source
+
+
 def write_report(
-    runs: Path, out: Path, *, published: bool = False, selected: bool = False, baseline: str | None = None
+    source: Path,
+    out: Path,
+    *,
+    published: bool = False,
+    selected: bool = False,
+    validation: bool = False,
+    baseline: str | None = None,
 ) -> Report:
-    """Read every record below `runs`; write report.md, report.tex, report.html, a CSV for each table, and figures."""
-    grids = gather(read_records(runs), read_suites(runs), selected)
+    """Write report.md, report.tex, report.html, a CSV for each table, figures, and the records in one file."""
+    records, suites = read_records(source), read_suites(source)
+    grids = gather(records, suites, selected, validation)
     can_draw = find_spec("matplotlib") is not None
     made: list[Table] = []
     drawn: list[tuple[Path, str, bytes]] = []
     for grid in grids:
         stem = _stem(grid, grids)
-        own = [replace(table, name=f"{stem}-{table.name}") for table in tables(grid, published, baseline)]
-        made += own
+        made += [replace(table, name=f"{stem}-{table.name}") for table in tables(grid, published, baseline)]
         if can_draw:
             found = _figures(grid, published, baseline)
-            drawn += [(out / f"{stem}-{name}.png", caption, png) for name, caption, png in found]
+            drawn += [(out / f"{stem}-{name}.png", caption, rendered(plot, "png")) for name, caption, plot in found]
     title = ", ".join(dict.fromkeys(grid.suite.title or grid.suite.name for grid in grids))
     shown = [(file, caption) for file, caption, _ in drawn]
+    where = circumstances(records)
+    origin = f"From {len(records)} records, {LINES}" + (f" ({where})." if where else ".")
     texts = {
-        out / "report.md": markdown_page(title, made, shown),
+        out / "report.md": markdown_page(title, made, shown, origin),
         out / "report.tex": latex_page(made),
-        out / "report.html": html_page(title, made, shown),
+        out / "report.html": html_page(title, made, shown, origin),
         **{out / f"{table.name}.csv": comma_separated(table) for table in made},
+        out / LINES: as_lines(records, suites),
     }
     out.mkdir(parents=True, exist_ok=True)
     for file, text in texts.items():
@@ -66,28 +87,26 @@ def _stem(grid: Results, grids: list[Results]) -> str:
     return re.sub(r"[^\w.-]+", "-", f"{grid.suite.name}-{grid.backbone}" if several else grid.suite.name)
 
 
-def _figures(grid: Results, published: bool, baseline: str | None) -> Iterator[tuple[str, str, bytes]]:
-    """Name, caption and PNG of each figure that there is something to show in."""
-    name = name_of(grid)
+def _figures(grid: Results, published: bool, baseline: str | None) -> Iterator[tuple[str, str, "Figure"]]:
+    """Name, caption and plot of each figure that there is something to show in."""
+    name, images = name_of(grid), "validation" if grid.validation else "test"
     if shown := figures.accuracies(grid):
-        caption = f"{name}: accuracy by method"
-        yield "by-method", caption, figures.by_method(shown, "test accuracy, %", caption)
+        yield "by-method", f"{name}: accuracy by method", figures.by_method(shown, f"{images} accuracy, %", name)
     if grid.form == "ablation":
         return
-    points = _points(grid, published, baseline)
+    label, points = _points(grid, published, baseline)
     if points:
-        label = "decathlon score S" if grid.form == "decathlon" else "mean accuracy, %"
         caption = f"{name}: {label.removesuffix(', %')} against parameters"
-        yield "params", caption, figures.against_parameters(points, label, caption)
+        yield "params", caption, figures.against_parameters(points, label, name)
 
 
-def _points(grid: Results, published: bool, baseline: str | None) -> list[figures.Point]:
-    """A point for each row that has all data sets; the paper's, where they are on the same data sets."""
+def _points(grid: Results, published: bool, baseline: str | None) -> tuple[str, list[figures.Point]]:
+    """What is shown, and a point for each row that has all data sets; the paper's, where they are on the same ones."""
+    label, form = "mean accuracy, %", str(grid.form)
     measure: Measure = accuracy
     combine: Callable[[Iterable[float]], float] = fmean
-    form = "accuracy"
-    if grid.form == "decathlon":
-        measure, combine, form = score_measure(baselines_of(grid, baseline)), sum, "scores"
+    if grid.form == "decathlon" and (baselines := baselines_of(grid, baseline)) is not None:
+        label, form, measure, combine = "decathlon score S", "scores", score_measure(baselines), sum
     points = [
         figures.Point(title, params, value)
         for row, title in grid.rows.items()
@@ -100,4 +119,4 @@ def _points(grid: Results, published: bool, baseline: str | None) -> list[figure
             for row in paper.rows
             if row.params is not None and (theirs := row.over(grid.datasets, combine)) is not None
         ]
-    return points
+    return label, points

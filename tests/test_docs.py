@@ -1,0 +1,60 @@
+"""What the docs say of the command line is there: every command has its section, every option that is named exists."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+from images import bitgraft
+
+from bitgraft.cli.main import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+COMMANDS = typer.main.get_command(app).commands
+
+
+def test_every_command_has_a_section_with_what_it_prints():
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    sections = {}
+    for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        title, _, body = part.partition("\n")
+        for name in re.split(r", | and ", title.partition(":")[0]):
+            sections[name.strip().partition(" ")[0]] = body
+    assert set(COMMANDS) <= set(sections)
+    for name in COMMANDS:
+        assert re.search(rf"^\$ bitgraft {name}\b", sections[name], flags=re.MULTILINE), name
+    assert all(f"\n  {name} " in text for name in COMMANDS)  # in the help at the top
+
+
+def lines_to_paste(page):
+    """What follows `bitgraft` at the beginning of a command in a block, without remarks."""
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if re.match(r"\$ |    ", line):
+            for part in line.removeprefix("$").split("&&"):
+                if found := re.match(r"\s*bitgraft (.*)", part):
+                    yield re.split(r"\s# ", found[1])[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_to_paste_name_commands_and_options_that_exist(page):
+    for line in lines_to_paste(page):
+        first, *rest = shlex.split(line)
+        if first.startswith("-"):
+            continue
+        command = COMMANDS[first]
+        if hasattr(command, "commands"):
+            command = command.commands[rest[0]]
+        known = {"--help", *(word for one in command.params for word in (*one.opts, *one.secondary_opts))}
+        given = {word.partition("=")[0] for word in rest if word.startswith("--")}
+        assert given <= known, f"{line}: {given - known}"
+
+
+@pytest.mark.parametrize("command", ["methods", "anatomy wrn-10-1", "bench --list"])
+def test_what_is_pasted_is_what_is_printed(command, capsys, monkeypatch):
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    (pasted,) = re.findall(rf"^```console\n\$ bitgraft {re.escape(command)}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    code, out, _ = bitgraft(capsys, monkeypatch, *command.split())
+    assert code == 0
+    assert out == pasted
