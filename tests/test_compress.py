@@ -17,7 +17,9 @@ from torch.utils.data import TensorDataset
 
 from bitgraft import BackboneError, Network, TaskError, compress
 from bitgraft.cli.main import main
+from bitgraft.compression import balance
 from bitgraft.compression import nearest as closed
+from bitgraft.compression.balance import unbalanced
 from bitgraft.compression.compress import scores_of
 from bitgraft.compression.distil import CALIBRATION, Unlabelled, softened
 from bitgraft.errors import ClassesError, WrongBackboneError
@@ -175,8 +177,61 @@ def test_rows_are_fitted_each_by_itself_in_blocks_of_any_size(monkeypatch):
 @pytest.mark.parametrize("threshold", [0.0, 5e-3, -1.0])
 def test_scores_have_the_mask_also_on_the_boundary(threshold):
     mask, margin = torch.tensor([[True, False, True, False]]), torch.tensor([[0.0, 0.0, 1e-12, 2.0]])
-    found = closed.Nearest(torch.zeros(4, 1), mask, margin)
-    assert torch.equal(scores_of(found, threshold) >= threshold, mask)
+    assert torch.equal(scores_of(mask, margin, threshold) >= threshold, mask)
+
+
+def slow_turns(rest: list[float], step: list[float]) -> set[int]:
+    """Turn the cheapest bit that helps, again and again; stop where the cost was least."""
+    total, turned, paid = sum(rest), [], 0.0
+    best, least = set(), total**2
+    useful = [i for i in range(len(rest)) if step[i] * total > 0]
+    left = total
+    for i in sorted(useful, key=lambda i: step[i] * (step[i] - 2 * rest[i]) / abs(step[i])):
+        turned.append(i)
+        paid += step[i] * (step[i] - 2 * rest[i])
+        left -= step[i]
+        if paid + left**2 < least:
+            best, least = set(turned), paid + left**2
+    return best
+
+
+@given(weights, rules)
+@some
+def test_turned_bits_cancel_errors_as_the_slow_way_does(pairs, fixed):
+    weight, target = rows(pairs)
+    found = closed.nearest(weight, target, fixed)
+    turned = unbalanced(weight, target, found.k, found.mask)
+    k, w = found.k.double(), weight.double()
+    gap = k[3] * w + k[2]
+    rest = target.double() - (k[0] * w + k[1] + gap * found.mask)
+    expected = slow_turns(rest[0].tolist(), torch.where(found.mask, -gap, gap)[0].tolist())
+    slow = torch.tensor([[i in expected for i in range(len(pairs))]])
+    costs, sums = [], []
+    for bits in (found.mask, found.mask ^ turned, found.mask ^ slow):
+        left = target.double() - (k[0] * w + k[1] + gap * bits)
+        costs.append(float(left.square().sum() + left.sum() ** 2))
+        sums.append(abs(float(left.sum())))
+    assert costs[1] <= costs[0] + 1e-9
+    assert sums[1] <= sums[0] + 1e-9
+    assert costs[1] == pytest.approx(costs[2], abs=1e-9)
+
+
+def test_few_turns_cancel_the_errors_of_wide_filters(monkeypatch):
+    rng = torch.Generator().manual_seed(0)
+    weight = torch.randn(20, 600, generator=rng)
+    target = weight + 0.1 * torch.randn(20, 600, generator=rng) + 0.01 * torch.randn(20, 1, generator=rng)
+    found = closed.nearest(weight.view(1, -1), target.view(1, -1), FREE)
+    mask = found.mask.view(20, 600)
+    turned = unbalanced(weight, target, found.k, mask)
+    k = found.k.double()
+    before, after = (
+        target.double() - (k[0] * weight + k[1] + (k[2] + k[3] * weight) * bits) for bits in (mask, mask ^ turned)
+    )
+    assert after.sum(1).abs().max() < 0.1 < before.sum(1).abs().mean()
+    assert turned.float().mean() < 0.06
+    assert after.square().sum() < 1.05 * before.square().sum()
+    monkeypatch.setattr(balance, "BLOCK", 700)
+    assert torch.equal(unbalanced(weight, target, found.k, mask), turned)
 
 
 # Copies
@@ -395,10 +450,11 @@ def images(count: int = 24) -> TensorDataset:
 @pytest.mark.parametrize("masks", [False, True])
 def test_calibration_brings_answers_nearer_and_leaves_the_rest(net, masks):
     state = finetuned(net)
-    first, config = (
-        compress(net, "first", state).task,
-        CALIBRATION.changed(steps=30, batch=8, rates={"scores": 1e-2, "k": 1e-2, "norms": 1e-2}),
-    )
+    state["fc.weight"] *= 50  # so that features matter to the scores
+    rng = torch.Generator().manual_seed(3)
+    state |= {n: t + t.std() * torch.randn(t.shape, generator=rng) for n, t in state.items() if t.dim() == 4}
+    first, rates = compress(net, "first", state).task, {"scores": 3e-3, "k": 2e-3, "shift": 1e-3, "norms": 2e-3}
+    config = CALIBRATION.changed(steps=30, batch=8, rates=rates)
     made = compress(net, "small", state, calibrate_on=images(), config=config, masks=masks, test=images())
     task = made.task
     with torch.no_grad():

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitgraft.compression.balance import unbalanced
 from bitgraft.compression.distil import CALIBRATION, calibrate
-from bitgraft.compression.nearest import Nearest, nearest
+from bitgraft.compression.nearest import nearest
 from bitgraft.compression.source import Classes, Finetuned, opened, values
 from bitgraft.methods import registry
 from bitgraft.network import Network
@@ -76,7 +77,8 @@ def compress(
     """Add a task of method `full` that is as near as it can be to a fine-tuned copy of the backbone.
 
     Norm layers, the head and whatever else the copy changed are taken over as they are; of the weights that masks take,
-    each layer gets the mask and the k with the least squared error. The task can learn on from there (`bitgraft.fit`).
+    each layer gets the mask and the k with the least squared error, but for few bits that make errors cancel in each
+    filter. The task can learn on from there (`bitgraft.fit`).
 
     Args:
         finetuned: a task of the network, a module of the backbone's class or its state dict; or a file of plain
@@ -164,22 +166,22 @@ def _same(ours: Tensor, theirs: Tensor) -> bool:
 
 def _fit(transform: Masked, weight: Tensor, target: Tensor) -> Tensor:
     """Give a transform the nearest mask and k, and say how far they are."""
-    about, whole = transform.weight, (1, -1)
-    per_channel = transform.rule.per_channel
-    ours, theirs = (
-        about.filters(tensor).cpu() if per_channel else tensor.reshape(whole).cpu() for tensor in (weight, target)
-    )
-    found = nearest(ours, theirs, transform.rule.fixed)
-    scores = scores_of(found, transform.rule.threshold)
-    begin(transform, about.from_filters(scores) if per_channel else scores.view(about.shape), found.k)
+    about, rule = transform.weight, transform.rule
+    ours, theirs = (about.filters(tensor).cpu() for tensor in (weight, target))
+    rows = ours.shape if rule.per_channel else (1, -1)
+    found = nearest(ours.reshape(rows), theirs.reshape(rows), rule.fixed)
+    mask, margin = found.mask.view(ours.shape), found.margin.view(ours.shape)
+    turned = unbalanced(ours, theirs, found.k, mask)
+    scores = scores_of(mask ^ turned, margin, rule.threshold)
+    begin(transform, about.from_filters(scores), found.k)
     w, t, made = weight.double(), target.double(), transform(weight).double()
     pairs = ((t - w, t - w), (t - made, t - made), (t, t), (w, w), (t, w))
     return torch.stack([(a * b).sum() for a, b in pairs]).cpu()
 
 
-def scores_of(found: Nearest, threshold: float) -> Tensor:
+def scores_of(mask: Tensor, margin: Tensor, threshold: float) -> Tensor:
     """R: as far from its threshold as the weight is from where its bit would change, and never on it."""
     at = torch.tensor(threshold)
-    above = torch.maximum(at + found.margin, torch.nextafter(at, at + 1))
-    below = torch.minimum(at - found.margin, torch.nextafter(at, at - 1))
-    return torch.where(found.mask, above, below)
+    above = torch.maximum(at + margin, torch.nextafter(at, at + 1))
+    below = torch.minimum(at - margin, torch.nextafter(at, at - 1))
+    return torch.where(mask, above, below)

@@ -18,12 +18,12 @@ from bitgraft.training.placing import placed
 
 CALIBRATION = Config(
     steps=100,
-    rates={**dict.fromkeys(ROLES, 1e-4), "scores": 1e-4},
+    rates={"scores": 1e-4, "k": 3e-4, "shift": 3e-5, "norms": 1e-3, "weights": 1e-4, "head": 0.0},
     optimizers=dict.fromkeys(ROLES, "adam"),
     eps=1e-12,
     schedule="cosine",
     drop_after=None,
-    warmup=0.0,
+    warmup=0.5,
     statistics="kept",
 )
 """Everything is near its goal already: small rates, and norm layers that keep the copy's statistics."""

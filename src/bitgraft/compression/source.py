@@ -109,8 +109,9 @@ def _from_state(
             f"the head of {source}, {anatomy.head!r}, has {outputs} outputs, but {len(class_names(names) or ())} "
             "classes were named: name as many, in the order of its outputs"
         )
-    head = "auto" if outputs is not None else None
-    task = net.add_task(name, names, "finetune", head=head, preprocessing=preprocessing)
+    task = net.add_task(
+        name, names, "finetune", head="auto" if outputs is not None else None, preprocessing=preprocessing
+    )
     with torch.no_grad():
         for part, tensor in task.owned.items():
             if part in state:
