@@ -29,7 +29,7 @@ from benchmarks.__main__ import machine
 from bitgraft.bench.suite import Cell, Suite, load_suite
 from bitgraft.bench.worker import finished, record_path, run_cell, store_folder
 from bitgraft.compression.distil import CALIBRATION
-from bitgraft.compression.job import Job, run
+from bitgraft.compressing import Job, run
 from bitgraft.files import write_atomically
 from bitgraft.store import Backbone
 

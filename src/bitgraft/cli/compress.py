@@ -9,7 +9,7 @@ from bitgraft.cli.output import megabytes, show, show_json
 from bitgraft.cli.settings import by_role, method_options
 
 if TYPE_CHECKING:
-    from bitgraft.compression.job import Done
+    from bitgraft.compressing import Done
     from bitgraft.store import Backbone
     from bitgraft.training.config import Config
 
@@ -80,7 +80,7 @@ def compress(
     options = method_options("full", option)
     config = _config({"steps": steps, "batch": batch, "seed": seed, "size": size, "resize": resize}, rate)
 
-    from bitgraft.compression.job import Job, run
+    from bitgraft.compressing import Job, run
 
     job = Job(
         finetuned,
