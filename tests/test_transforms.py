@@ -76,7 +76,7 @@ def transform(weight: Weight, tensor: torch.Tensor, k=LEARNED, seed: int = 0, **
 def fresh(weight: Weight, tensor: torch.Tensor, k, **options) -> Masked:
     """A transform that has learned nothing yet."""
     chosen = MaskOptions(**dict(zip(("k0", "k1", "k2", "k3"), k, strict=True)), **options)
-    return masked(weight, tensor, chosen, torch.Generator().manual_seed(0), None)
+    return masked(weight, tensor, chosen, torch.Generator().manual_seed(0), ())
 
 
 def gradients(made: Masked) -> torch.Tensor:
@@ -361,7 +361,7 @@ def test_a_transform_without_an_equation_says_so():
 
 def slow_following(made: Masked, tensor: torch.Tensor) -> torch.Tensor:
     """W~ where k2 follows R, one output channel at a time, from the words of `Masked.follow`."""
-    k = dict(zip(made._kept, made.k.detach(), strict=True))
+    k = dict(zip(made.rule.kept, made.k.detach(), strict=True))
     out = torch.empty_like(tensor)
     for channel in range(len(tensor)):
         rows = slice(channel, channel + 1) if made.rule.per_channel else slice(None)

@@ -1,5 +1,6 @@
 """The paper's equation (2) as pure functions: W~ from W, a mask and four k, and the way back to R and k."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,11 @@ class MaskRule:
     @property
     def learned(self) -> list[int]:
         return [i for i, value in enumerate(self.fixed) if value is None]
+
+    @functools.cached_property
+    def kept(self) -> tuple[int, ...]:
+        """Which of k0, k2 and k3 are learned."""
+        return tuple(i for i in self.learned if i != 1)
 
 
 PACE = 3.0  # how much faster than the other k a k2 learns that follows R

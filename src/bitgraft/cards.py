@@ -1,5 +1,6 @@
 """What a task says of itself, as the metadata of its file, and back with every field checked."""
 
+import functools
 import re
 import reprlib
 from collections.abc import Mapping
@@ -105,6 +106,7 @@ def _written(names: tuple[str, ...] | None) -> int | tuple[str, ...] | None:
     return len(names)
 
 
+@functools.lru_cache(maxsize=256)
 def _counted(count: int) -> tuple[str, ...]:
     return tuple(map(str, range(count)))
 

@@ -168,6 +168,7 @@ def _tensors(header: Mapping[str, Any], data: memoryview) -> dict[str, Tensor]:
     (size,) = struct.unpack_from("<Q", data)
     start, reached, found = 8 + size, 0, {}
     room = len(data) - start
+    whole = torch.frombuffer(data, dtype=torch.uint8)  # one storage for all: a thousand tasks have 300,000 tensors
     entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
     for name, entry in sorted(entries, key=lambda pair: tuple(pair[1]["data_offsets"])):
         dtype, shape, (begin, end) = KINDS[entry["dtype"]], entry["shape"], entry["data_offsets"]
@@ -175,9 +176,9 @@ def _tensors(header: Mapping[str, Any], data: memoryview) -> dict[str, Tensor]:
             raise ValueError(f"{name!r} does not begin where the tensor before it ends")
         if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
             raise ValueError(f"{name!r} has no shape")
-        if (count := math.prod(shape)) * dtype.itemsize != end - begin or end > room:
+        if math.prod(shape) * dtype.itemsize != end - begin or end > room:
             raise ValueError(f"{name!r} does not take the bytes that its shape and dtype give")
-        found[name], reached = _on_a_line(_in_place(data, dtype, count, start + begin).view(shape)), end
+        found[name], reached = _on_a_line(_in_place(whole, dtype, shape, start + begin)), end
     if reached != room:
         raise ValueError("there are bytes behind the last tensor")
     return found
@@ -189,14 +190,13 @@ def _on_a_line(tensor: Tensor) -> Tensor:
     return tensor.clone() if movable and tensor.data_ptr() % LINE else tensor
 
 
-def _in_place(data: memoryview, dtype: torch.dtype, count: int, begin: int) -> Tensor:
-    if count == 0:
-        return torch.empty(0, dtype=dtype)
+def _in_place(whole: Tensor, dtype: torch.dtype, shape: list[int], begin: int) -> Tensor:
+    """A tensor there; not a view, which would keep what it is a view of beside it."""
     if begin % dtype.itemsize or sys.byteorder != "little":  # bitgraft's own files are aligned
         kind = np.dtype(str(dtype).removeprefix("torch.")).newbyteorder("<")
-        values = np.frombuffer(data, kind, count, begin)
-        return torch.from_numpy(values.astype(kind.newbyteorder("=")))
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=begin)
+        values = np.frombuffer(whole.numpy(), kind, math.prod(shape), begin)
+        return torch.from_numpy(values.astype(kind.newbyteorder("="))).view(shape)
+    return torch.empty(0, dtype=dtype).set_(whole.untyped_storage(), begin // dtype.itemsize, shape)  # type: ignore[call-overload,no-any-return]
 
 
 def _digest(data: memoryview) -> str:

@@ -1,6 +1,7 @@
 """A task: its name, method and classes, and the tensors that replace the backbone's own."""
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -218,8 +219,9 @@ def check_name(name: str) -> str:
     return name
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def dotless(name: str) -> str:
-    """A name as modules can hold it: without dots, and unlike any attribute ("items", "train")."""
+    """A name as modules can hold it: without dots, and unlike any attribute ("items", "train"). One for all tasks."""
     return "·" + name.replace(".", "·")
 
 

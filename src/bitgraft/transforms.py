@@ -137,7 +137,6 @@ class Masked(Transform):
         super().__init__()
         self.weight, self.rule = weight, rule
         self.follows = False
-        self._kept = tuple(index for index in rule.learned if index != 1)
         if scores is None:  # `restore` will bring the values
             size, channels = packed_size(weight.shape.numel()), (weight.outputs,) if rule.per_channel else ()
             self._hold(torch.empty(size, dtype=torch.uint8), torch.empty(4, *channels))
@@ -146,7 +145,7 @@ class Masked(Transform):
         if rule.per_channel:
             k = k[:, None].repeat(1, weight.outputs)
         self.scores = nn.Parameter(scores)
-        self.k = nn.Parameter(k[list(self._kept)]) if self._kept else None
+        self.k = nn.Parameter(k[list(self.rule.kept)]) if self.rule.kept else None
         self.shift = nn.Parameter(k[1].clone()) if 1 in rule.learned else None
         self.register_buffer("constants", k)
         self.register_buffer("packed", None)
@@ -174,7 +173,7 @@ class Masked(Transform):
         return self._coordinates().values(self.constants, self.k, self.shift, size)
 
     def _coordinates(self) -> Coordinates:
-        return Coordinates(self._kept, self.follows)
+        return Coordinates(self.rule.kept, self.follows)
 
     @torch.no_grad()
     def follow(self, reach: float, rng: torch.Generator) -> None:
@@ -185,7 +184,7 @@ class Masked(Transform):
         means the same from the first step on, and moves its weight as far as R has come. Nothing happens where
         something has been learned already, or where k1 or k2 is a constant.
         """
-        if self.scores is None or self.shift is None or 2 not in self._kept or not self._is_at_start():
+        if self.scores is None or self.shift is None or 2 not in self.rule.kept or not self._is_at_start():
             return
         self.follows = True
         drawn = (2 * torch.rand(self.weight.shape, generator=rng) - 1) * reach + self.rule.threshold

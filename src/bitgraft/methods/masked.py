@@ -1,5 +1,6 @@
 """The mask family: W~ = k0 W + k1 1 + k2 M + k3 W∘M, and what is constant or learned in it."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -52,12 +53,11 @@ class MaskOptions(Options):
         if self.k0 == "auto":
             undone = weight.channels_scale_free if self.per == "channel" else weight.scale_free
             values[0] = 1.0 if undone else "learn"
-        return MaskRule(
-            fixed=tuple(None if isinstance(value, str) else float(value) for value in values),
-            threshold=self.threshold,
-            surrogate=self.surrogate,
-            per_channel=self.per == "channel",
-        )
+        fixed = tuple(None if isinstance(value, str) else float(value) for value in values)
+        return _rule(fixed, self.threshold, self.surrogate, self.per == "channel")
+
+
+_rule = functools.lru_cache(MaskRule)  # one for all layers and tasks that have the same
 
 
 def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
