@@ -179,8 +179,10 @@ def _kept_maps(k: Tensor) -> Tensor:
         return _maps(k)
     version, maps = _known.get(k, (None, k))
     if version != k._version:
-        version, maps = _known[k] = k._version, _maps(k).contiguous()
-    return maps
+        maps = _maps(k).contiguous()
+        _known[k] = k._version, maps
+    found: Tensor = maps
+    return found
 
 
 BASE, EXTRA, BIT = [0, 1, 0, 1], [3, 2, 3, 2], np.array([[0], [0], [1], [1]], np.float32)

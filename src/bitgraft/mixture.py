@@ -103,7 +103,7 @@ class Mixture:
             scores = logits(self._module(images, *args, **kwargs))
         finally:
             self._parts, self._base = [], {}
-        wide = scores.split(self._images)
+        wide = torch.split(scores, self._images)
         return [part[:, :width] for part, width in zip(wide, self._widths, strict=True)]
 
     def _part(self, task: Task) -> Part:
@@ -119,7 +119,7 @@ class Mixture:
         if args or kwargs or len(x) != total or (x.dim() == 3 and x.shape[1] == total):  # which of the two are images?
             raise UnevenError
         outputs = []
-        for part, images in zip(self._parts, x.split(self._images), strict=True):
+        for part, images in zip(self._parts, torch.split(x, self._images), strict=True):
             self._install({name: part.tensor(name, self._base[name]) for name in names})
             output, tail = forward(images), part.tail(names)
             outputs.append(output if tail is None else tail(output))
@@ -144,6 +144,6 @@ def _replaced(task: Task) -> set[str]:
 def _padded(outputs: list[Tensor], width: int) -> Tensor:
     """One batch again. Heads differ in width: the narrower ones get columns that nobody reads."""
     wide = outputs[0].new_zeros(sum(map(len, outputs)), width, *outputs[0].shape[2:])
-    for rows, output in zip(wide.split([len(output) for output in outputs]), outputs, strict=True):
+    for rows, output in zip(torch.split(wide, [len(output) for output in outputs]), outputs, strict=True):
         rows[:, : output.shape[1]] = output
     return wide
