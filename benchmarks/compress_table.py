@@ -26,10 +26,11 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.__main__ import machine
-from bitgraft.bench.suite import Cell, Suite, load_suite
+from bitgraft.bench.reading import load_suite
+from bitgraft.bench.suite import Cell, Suite
 from bitgraft.bench.worker import finished, record_path, run_cell, store_folder
-from bitgraft.compression.distil import CALIBRATION
 from bitgraft.compressing import Job, run
+from bitgraft.compression.distil import CALIBRATION
 from bitgraft.files import write_atomically
 from bitgraft.store import Backbone
 
