@@ -2,8 +2,11 @@
 
 import copy
 import dataclasses
+import hashlib
 import json
+import struct
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -228,6 +231,46 @@ def test_the_file_names_what_it_leans_on_and_is_refused_without(tmp_path):
     assert torch.equal(run(again.eval(), IMAGES, task="new"), run(net, IMAGES, task="new"))
 
 
+def by_the_specification(path) -> tuple[dict, dict[str, np.ndarray]]:
+    """Metadata and tensors of a file, as docs/format.md says."""
+    data = path.read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + size])
+    about = json.loads(header.pop("__metadata__")["bitgraft"])
+    found = {}
+    for key, entry in header.items():
+        begin, end = (8 + size + offset for offset in entry["data_offsets"])
+        kind = {"U8": "u1", "F32": "<f4", "I64": "<i8"}[entry["dtype"]]
+        found[key] = np.frombuffer(data[begin:end], kind).reshape(entry["shape"])
+    return about, found
+
+
+def test_the_specification_computes_it_from_the_files_alone(tmp_path):
+    net = with_borrower("zebra", "ant")
+    for name in net.tasks:
+        net.save_task(name, tmp_path / name)
+    about, own = by_the_specification(tmp_path / "new")
+    earlier = {}
+    for name in ("ant", "zebra"):
+        other, tensors = by_the_specification(tmp_path / name)
+        digest = hashlib.sha256(json.dumps([other["method"], []], separators=(",", ":")).encode() + b"\n")
+        for key in sorted(key for key in tensors if ":" in key):
+            digest.update(key.encode() + b"\n" + tensors[key].tobytes())
+        earlier[digest.hexdigest()] = tensors
+    for name, shape in about["shapes"].items():
+        weight = net.anatomy.tensor(name).detach().numpy()
+
+        def mask(tensors, name=name, shape=shape):
+            packed = tensors[f"{name}:mask"]
+            return np.unpackbits(packed, bitorder="little")[: np.prod(shape)].reshape(shape).astype("f4")
+
+        k0, k1, k2, k3 = own[f"{name}:k"]
+        found = k0 * weight + k1 + k2 * mask(own) + k3 * weight * mask(own)
+        for digest, (k2, k3) in zip(about["leans_on"].values(), own[f"{name}:borrowed"], strict=True):
+            found = found + k2 * mask(earlier[digest]) + k3 * weight * mask(earlier[digest])
+        np.testing.assert_allclose(net.tasks["new"].tensors()[name].detach().numpy(), found, rtol=1e-5, atol=1e-6)
+
+
 def test_loading_freezes_what_the_file_leans_on(tmp_path):
     net = with_borrower("a")
     net.save_task("new", tmp_path / "new")
@@ -331,6 +374,17 @@ def test_what_a_file_says_of_it(tmp_path):
     layers = len(net.anatomy.weights)
     assert found.bytes["k"] == 4 * layers * (4 + 4)
     assert found.plain()["leans_on"] == ["a", "b"]
+
+
+def test_in_a_batch_of_several_tasks_with_weights_kept_for_one():
+    net = Network(tiny(), active=1).eval()
+    for name, borrow in (("a", ()), ("b", ()), ("new", ("a", "b"))):
+        nudge(net.add_task(name, classes=3, borrow=borrow), len(net.tasks)).freeze()
+    names = ["new", "a", "new", "b", "a", "new"]
+    with torch.no_grad():
+        together = net(IMAGES, task=names)
+        for image, name, scores in zip(IMAGES, names, together, strict=True):
+            torch.testing.assert_close(scores, net(image[None], task=name)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_it_does_not_go_into_a_bundle_of_masks():

