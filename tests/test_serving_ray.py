@@ -17,6 +17,7 @@ def address(tmp_path, monkeypatch):
     import ray
     from ray import serve
 
+    from bitgraft.errors import ServingError
     from bitgraft.serving import ray_app
     from bitgraft.serving.settings import Settings
 
@@ -29,8 +30,10 @@ def address(tmp_path, monkeypatch):
         "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
     }
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables})
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables})
     try:
+        with pytest.raises(ServingError, match="3 replicas need a CPU each, and Ray has 2: give fewer --workers"):
+            ray_app.deploy(Settings(store=store.folder, port=port, workers=3, threads=1))
         ray_app.deploy(Settings(store=store.folder, port=port, workers=2, threads=1))
         yield f"http://127.0.0.1:{port}", net
     finally:

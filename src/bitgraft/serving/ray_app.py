@@ -32,12 +32,16 @@ log = logging.getLogger("bitgraft.serving")
 
 def serve(settings: Settings) -> int:
     """Deploy, and wait for SIGTERM or SIGINT."""
+    Store(settings.store)  # what is wrong with it is said here, not in some replica's log
+    ray.init(ignore_reinit_error=True)
+    try:
+        deploy(settings)
+    except BaseException:
+        ray.shutdown()
+        raise
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: ended.set())
-    Store(settings.store)  # what is wrong with it is said here, not in some replica's log
-    ray.init(ignore_reinit_error=True)
-    deploy(settings)
     print(f"serving on http://{settings.host}:{settings.port}/", flush=True)
     ended.wait()
     ray_serve.shutdown()
@@ -47,6 +51,9 @@ def serve(settings: Settings) -> int:
 
 def deploy(settings: Settings) -> None:
     """Start the service on the Ray cluster that this process is connected to, and return when it answers."""
+    has = int(ray.cluster_resources().get("CPU", 0))
+    if settings.workers > has:  # Ray would wait for a machine to be added, without end
+        raise ServingError(f"{settings.workers} replicas need a CPU each, and Ray has {has}: give fewer --workers")
     ray_serve.start(http_options=HTTPOptions(host=settings.host, port=settings.port))
     ray_serve.run(application(settings), name=APPLICATION, route_prefix="/")
 
@@ -54,9 +61,10 @@ def deploy(settings: Settings) -> None:
 def application(settings: Settings) -> Any:
     """The two deployments, bound: `ray_serve.run` takes it, and a configuration file of Ray's can name it."""
     settings = replace(settings, store=settings.store.absolute())  # found whatever folder a replica starts in
-    limits = {"max_ongoing_requests": settings.max_waiting, "ray_actor_options": {"num_cpus": 1}}
+    limits: dict[str, Any] = {"max_ongoing_requests": settings.max_waiting, "ray_actor_options": {"num_cpus": 1}}
     tasks = ray_serve.deployment(name=REPLICAS, num_replicas=settings.workers, **limits)(_replica(settings))
-    front = ray_serve.deployment(name=FRONT, max_ongoing_requests=settings.max_waiting)(_front(settings))
+    limits["ray_actor_options"] = {"num_cpus": 0}  # it waits for replicas most of the time, whose CPUs these are
+    front = ray_serve.deployment(name=FRONT, **limits)(_front(settings))
     return front.bind(tasks.bind())
 
 
