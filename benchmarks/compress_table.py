@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ from safetensors.torch import save_file
 
 from benchmarks.__main__ import machine
 from bitgraft.bench.reading import load_suite
+from bitgraft.bench.record import finished, record_path, store_folder
 from bitgraft.bench.suite import Cell, Suite
-from bitgraft.bench.worker import finished, record_path, run_cell, store_folder
+from bitgraft.bench.worker import backbone_of, run_cell
 from bitgraft.compressing import Job, run
 from bitgraft.compression.distil import CALIBRATION
 from bitgraft.files import write_atomically
@@ -69,7 +70,7 @@ def compressed(suite: Suite, row: str, domain: str, seed: int, root: Path, runs:
     config = CALIBRATION.changed(seed=seed, steps=steps)
     job = Job(str(copy), domain, data=f"{root}:{domain}", config=config, overwrite=True, **COMPRESSED[row][1])
     folder, begun = runs / row / f"seed-{seed}", time.perf_counter()
-    done = run(folder, Backbone(**asdict(suite.backbone)), job)
+    done = run(folder, backbone_of(suite, runs), job)
     return {
         "accuracy": list(done.made.accuracy.values())[-1],
         "bytes": done.path.stat().st_size,
