@@ -26,8 +26,10 @@ import torch
 
 from benchmarks.__main__ import machine
 from bitgraft import Network
-from bitgraft.bench.suite import Cell, Suite, load_suite
-from bitgraft.bench.worker import finished, run_cell, store_folder
+from bitgraft.bench.reading import load_suite
+from bitgraft.bench.record import finished, store_folder
+from bitgraft.bench.suite import Cell, Suite
+from bitgraft.bench.worker import run_cell
 from bitgraft.data.chance import draws
 from bitgraft.data.dataset import ImageDataset
 from bitgraft.data.images import Images, Splits
