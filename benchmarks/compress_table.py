@@ -1,6 +1,6 @@
-"""Fine-tuned copies against the tasks made of them: accuracy and size, two domains, three seeds.
+"""Fine-tuned copies against the tasks made of them: accuracy and size, two domains.
 
-    python -m benchmarks.compress_table DATA/decathlon-mini      # an estimated 40 minutes on two idle cores
+    python -m benchmarks.compress_table DATA/decathlon-mini      # about a quarter of an hour of CPU time
     python -m benchmarks.compress_table --time                   # what ResNet-50 takes without data
     python -m benchmarks.compress_table DATA/decathlon-mini --steps 4 --seeds 0 --runs /tmp/runs --json /tmp/rows.json
 
