@@ -35,7 +35,7 @@ from bitgraft.compression.distil import CALIBRATION
 from bitgraft.files import write_atomically
 from bitgraft.store import Backbone
 
-DOMAINS, SEEDS = ("vgg-flowers", "gtsrb"), (0, 1, 2)
+DOMAINS, SEEDS = ("vgg-flowers", "omniglot"), (0,)  # gtsrb and dtd had a say in how errors are balanced
 RESULTS, PAGE = Path("benchmarks/results/compress.json"), Path("docs/results/compress.md")
 TRAINED = {"finetune": "fine-tuned", "full": "`full`, trained from scratch"}
 COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
