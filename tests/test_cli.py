@@ -170,7 +170,11 @@ def test_a_closed_pipe_is_no_traceback(task_file: str) -> None:
 def test_an_interrupt_is_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "slow_for_test.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
     with subprocess.Popen(
-        [*BITGRAFT, "anatomy", "slow_for_test:build"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*BITGRAFT, "anatomy", "slow_for_test:build"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background is deaf to it
     ) as running:
         assert running.stdout is not None
         assert running.stdout.readline() == b"here\n"

@@ -166,3 +166,14 @@ def test_a_series_adapter_adds_to_an_output_that_keeps_its_precision(dtype):
         expected = net.backbone[1:]((wide + tail.a(tail.norm(y.float()))).to(dtype))
     assert torch.equal(run(net, x, task="t"), expected)
     assert torch.equal(run(net.export("t"), x), expected)
+
+
+def test_what_is_exported_of_a_loaded_task_has_memory_of_its_own(tmp_path):
+    """A loaded task's tensors lie in one stretch of memory; one tensor saved would take all of it along."""
+    net = Network(tiny())
+    net.add_task("t", classes=3)
+    net.save_task("t", tmp_path / "t")
+    loaded = Network(tiny())
+    loaded.load_task(tmp_path / "t")
+    held = [*loaded.export("t").parameters(), *loaded.export("t").buffers()]
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in held)

@@ -88,7 +88,7 @@ class Graft:
             whole = self.module if self._behind is None else nn.Sequential(self.module, self._behind)
             for headed in [module for module in whole.modules() if isinstance(module, _Headed)]:
                 _replace(whole, headed, headed.ordinary(self.task.anatomy.dtype))
-            return copy.deepcopy(whole).eval()
+            return _by_itself(copy.deepcopy(whole)).eval()
 
     def _follow(self) -> None:
         """Notice a change of mode, tensors exchanged for others, and a backbone that was moved or written to."""
@@ -137,6 +137,14 @@ class Graft:
 
     def _held(self, name: str, tensor: Tensor) -> Tensor:
         return held(self.task.anatomy.tensor(name), tensor, self._grad)
+
+
+def _by_itself(module: nn.Module) -> nn.Module:
+    """Give each tensor memory of its own: those of a loaded task lie in one stretch, which would go along with any."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor.data = tensor.data.clone()
+    return module
 
 
 def held(model: Tensor, tensor: Tensor, grad: bool = False) -> Tensor:
