@@ -2,6 +2,7 @@
 
 import io
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -94,8 +95,10 @@ class Served:
     def __init__(self, folder: Path, *options: str) -> None:
         self._said = folder / f"said-{time.monotonic_ns()}.txt"
         self._said.touch()
-        self.pid = _forked(folder, self._said, ["serve", "--store", "store", "--port", "0", "--threads", "1", *options])
-        self.code: int | None = None
+        arguments = ["serve", "--store", "store", "--port", "0", "--threads", "1", *options]
+        self._process = _clean.Process(target=_serve, args=(str(folder), str(self._said), arguments))
+        self._process.start()
+        self.pid = self._process.pid or 0
         until(lambda: self.ended() or "serving" in self.said, "it did not start")
         found = re.search(r"http://[\d.]+:(\d+)/", self.said)
         assert found, self.said
@@ -103,10 +106,11 @@ class Served:
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE, trust_env=False)
         until(self._ready, f"it did not get ready:\n{self.said}")
 
+    @property
+    def code(self) -> int | None:
+        return self._process.exitcode
+
     def ended(self) -> bool:
-        if self.code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.code = os.waitstatus_to_exitcode(status) if pid else None
         return self.code is not None
 
     @property
@@ -141,12 +145,11 @@ class Served:
         return self.code
 
 
-def _forked(folder: Path, said: Path, arguments: list[str]) -> int:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking is safe here: nobody holds a lock
-        process = os.fork()
-    if process:
-        return process
+_clean = multiprocessing.get_context("forkserver")  # the tests' own process has threads, whose locks a fork inherits
+_clean.set_forkserver_preload(["bitgraft.cli.main", "bitgraft.network", "bitgraft.serving.supervisor", "uvicorn"])
+
+
+def _serve(folder: str, said: str, arguments: list[str]) -> None:
     code: Any = 99
     try:
         os.setsid()
