@@ -33,10 +33,9 @@ from bitgraft.bench.worker import run_cell
 from bitgraft.data.chance import draws
 from bitgraft.data.dataset import ImageDataset
 from bitgraft.data.images import Images, Splits
-from bitgraft.data.preprocessing import Augmentation
 from bitgraft.data.splits import open_data
 from bitgraft.files import write_atomically
-from bitgraft.session import preprocessing_for
+from bitgraft.session import preprocessing_for, training_images
 from bitgraft.store import Store
 from bitgraft.training.config import Config
 from bitgraft.training.evaluation import score
@@ -89,11 +88,10 @@ class Domain:
         """Train a task on few images, try it, and forget it."""
         splits, begun, spent = self.splits, time.perf_counter(), time.process_time()
         images = few(splits.train, shots, config.seed)
-        augmentation = Augmentation(flip=splits.flip if config.flip is None else config.flip, crop=config.crop)
         task = net.add_task("new", splits.classes, seed=config.seed, **taken)
         try:
             torch.manual_seed(config.seed)
-            fit(net, "new", ImageDataset(images, self.preprocessing, augmentation, config.seed), None, config)
+            fit(net, "new", training_images(images, splits, self.preprocessing, config), None, config)
             task.freeze()
             accuracy = score(net, "new", self.test, batch=128)["accuracy"]
         finally:

@@ -12,11 +12,11 @@ from bitgraft.compression.distil import CALIBRATION
 from bitgraft.compression.source import file_of, is_task, opened
 from bitgraft.data.dataset import ImageDataset
 from bitgraft.data.images import Images, Splits
-from bitgraft.data.preprocessing import Augmentation, Preprocessing
+from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.data.splits import open_data
 from bitgraft.errors import StoreError, TaskError
 from bitgraft.network import Network
-from bitgraft.session import one_sentence, open_store, preprocessing_for
+from bitgraft.session import one_sentence, open_store, preprocessing_for, training_images
 from bitgraft.store import Backbone, Store
 from bitgraft.task import Task, check_name
 from bitgraft.training.config import Config
@@ -116,12 +116,8 @@ def _data(copy: Task, splits: Splits | None, job: Job) -> tuple[Any, Any, str | 
     """Images to calibrate with, images to measure on, which those are, and what there is to say."""
     if splits is None:
         return None, None, None, []
-    preprocessing, config = Preprocessing.from_dict(copy.card.preprocessing), job.config
-    training = None
-    if job.calibrate:
-        flip = splits.flip if config.flip is None else config.flip
-        augmentation = Augmentation(flip=flip, crop=config.crop)
-        training = ImageDataset(splits.train, preprocessing, augmentation, config.seed)
+    preprocessing = Preprocessing.from_dict(copy.card.preprocessing)
+    training = training_images(splits.train, splits, preprocessing, job.config) if job.calibrate else None
     split = "test" if splits.test and min(splits.test.labels) >= 0 else "val"
     images, why = _matched(splits, getattr(splits, split), copy.classes)
     if images is None:

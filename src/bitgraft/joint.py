@@ -17,13 +17,11 @@ import torch
 from accelerate import Accelerator
 
 from bitgraft.data.dataset import ImageDataset
-from bitgraft.data.preprocessing import Augmentation, Preprocessing
 from bitgraft.errors import StoreError, TrainingError
 from bitgraft.network import Network
-from bitgraft.session import Opened, Outcome, Request, one_sentence, open_request, preprocessing_for
+from bitgraft.session import Opened, Outcome, Request, one_sentence, open_request, preprocessing_for, training_images
 from bitgraft.store import Backbone, Store
 from bitgraft.training import runs
-from bitgraft.training.config import Config
 from bitgraft.training.evaluation import score
 from bitgraft.training.loop import fit
 from bitgraft.training.observers import JsonLines, Observer
@@ -110,7 +108,7 @@ def _train(
     result = fit(
         net,
         list(named),
-        {name: _training_images(data, config, preprocessing) for name, data in named.items()},
+        {name: training_images(d.splits.train, d.splits, preprocessing, config) for name, d in named.items()},
         {name: ImageDataset(d.splits.val, preprocessing) if d.splits.val else None for name, d in named.items()},
         config,
         folder=run,
@@ -131,11 +129,6 @@ def _train(
         task.freeze()
         outcomes.append(Outcome(task, folder / f"{name}.safetensors", result.history, tested, data.skipped))
     return outcomes
-
-
-def _training_images(data: Opened, config: Config, preprocessing: Preprocessing) -> ImageDataset:
-    flip = data.splits.flip if config.flip is None else config.flip
-    return ImageDataset(data.splits.train, preprocessing, Augmentation(flip=flip, crop=config.crop), config.seed)
 
 
 def _write(folder: Path, backbone: Backbone, net: Network, outcomes: Sequence[Outcome]) -> None:

@@ -162,12 +162,11 @@ def _train(
     torch.manual_seed(config.seed)  # dropout and the like
     preprocessing = preprocessing_for(net, config)
     _add_task(store, net, request, splits.classes, preprocessing)
-    flip = splits.flip if config.flip is None else config.flip
     watching = [JsonLines(folder / runs.METRICS), *observers] if main else list(observers)
     result = fit(
         net,
         request.task,
-        ImageDataset(splits.train, preprocessing, Augmentation(flip=flip, crop=config.crop), config.seed),
+        training_images(splits.train, splits, preprocessing, config),
         ImageDataset(splits.val, preprocessing) if splits.val else None,
         config,
         folder=folder,
@@ -265,6 +264,12 @@ def preprocessing_for(net: Network, config: Config) -> Preprocessing:
     if config.size is None and config.resize is None:
         return stated
     return stated.at(config.size or stated.size, config.resize)
+
+
+def training_images(images: Images, splits: Splits, preprocessing: Preprocessing, config: Config) -> ImageDataset:
+    """Images of a data set as training sees them; mirrored as the settings say, or else as the data set allows."""
+    flip = splits.flip if config.flip is None else config.flip
+    return ImageDataset(images, preprocessing, Augmentation(flip=flip, crop=config.crop), config.seed)
 
 
 def _chain(store: Store, method: str) -> list[str]:

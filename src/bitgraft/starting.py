@@ -14,11 +14,10 @@ def begin(transform: Masked, scores: Tensor, k: Tensor) -> None:
     """Put R and k, (4, rows), into a transform that can learn."""
     rule = transform.rule
     rows = k if rule.per_channel else k.squeeze(1)
-    kept = [index for index in rule.learned if index != 1]
     assert transform.scores is not None
     transform.scores.copy_(scores)
     if transform.k is not None:
-        transform.k.copy_(rows[kept])
+        transform.k.copy_(rows[list(rule.kept)])
     if transform.shift is not None:
         transform.shift.copy_(rows[1])
 

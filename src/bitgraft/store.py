@@ -141,11 +141,15 @@ class Store:
     def run_folder(self, task: str) -> Path:
         return self.folder / "runs" / check_name(task)
 
-    def archive(self, task: str) -> Archive:
+    def file(self, task: str) -> Path:
+        """The path of a task that is there."""
         if not self.path(task).exists():
             known = ", ".join(self.names()) or "none yet"
             raise UnknownTaskError(f"the store at {self.folder} has no task {task!r}; it has {known}")
-        return read_archive(self.path(task))
+        return self.path(task)
+
+    def archive(self, task: str) -> Archive:
+        return read_archive(self.file(task))
 
     def load(self, net: Network, task: str, *, above: tuple[str, ...] = ()) -> Task:
         """Add a task, and first those that it builds on; `above` are those that wait for this one."""

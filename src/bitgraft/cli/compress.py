@@ -4,13 +4,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bitgraft.cli.names import STORE, AsJson, StoreFolder, Workers
+from bitgraft.cli.names import STORE, AsJson, Pretrained, StoreFolder, Weights, Workers, asked_backbone
 from bitgraft.cli.output import megabytes, show, show_json
 from bitgraft.cli.settings import by_role, method_options
 
 if TYPE_CHECKING:
     from bitgraft.compressing import Done
-    from bitgraft.store import Backbone
     from bitgraft.training.config import Config
 
 TRY = """\b
@@ -35,10 +34,8 @@ def compress(
             metavar="NAME", help="What it was fine-tuned from; named as for `bitgraft train`, once per store."
         ),
     ] = None,
-    weights: Annotated[
-        str | None, typer.Option(metavar="SOURCE", help="The backbone's weights: a file, or package:NAME.")
-    ] = None,
-    pretrained: Annotated[bool, typer.Option(help="Published weights where no others are given.")] = True,
+    weights: Weights = None,
+    pretrained: Pretrained = True,
     store: StoreFolder = STORE,
     classes: Annotated[
         str | None,
@@ -94,7 +91,8 @@ def compress(
         workers,
         overwrite,
     )
-    done = run(store, _backbone(store, backbone, weights, pretrained), job, observers=[_Distance(quiet=as_json)])
+    chosen = asked_backbone(store, backbone, weights, pretrained, "say with --backbone what was fine-tuned")
+    done = run(store, chosen, job, observers=[_Distance(quiet=as_json)])
     report = _report(done)
     show_json(report) if as_json else _show(report)
 
@@ -116,17 +114,6 @@ def _names(given: str | None) -> list[str] | None:
         return [name.strip() for name in given.split(",")]
     with open(given, encoding="utf-8") as file:
         return [line.strip() for line in file if line.strip()]
-
-
-def _backbone(store: str, name: str | None, weights: str | None, pretrained: bool) -> "Backbone | None":
-    """What was asked for; None where the store says it."""
-    from bitgraft.store import Backbone, Store
-
-    if name is not None:
-        return Backbone(name, weights, pretrained)
-    if not Store.exists(store):
-        raise typer.BadParameter(f"there is no store at {store} yet: say with --backbone what was fine-tuned")
-    return None if weights is None else Backbone(Store(store).backbone.name, weights, pretrained)
 
 
 class _Distance:

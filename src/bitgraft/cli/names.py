@@ -1,9 +1,12 @@
 """What commands have in common: where the store is, which tasks are in it, and names for the shell to complete."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from bitgraft.store import Backbone
 
 STORE = "bitgraft-store"
 
@@ -20,3 +23,18 @@ TaskName = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
 Workers = Annotated[int, typer.Option(min=0, metavar="N", help="Processes that load images.")]
+Weights = Annotated[str | None, typer.Option(metavar="SOURCE", help="The backbone's weights: a file, or package:NAME.")]
+Pretrained = Annotated[bool, typer.Option(help="Published weights where no others are given.")]
+
+
+def asked_backbone(
+    store: str, name: str | None, weights: str | None, pretrained: bool, remedy: str
+) -> "Backbone | None":
+    """What was asked for; None where the store says it. Where neither does, `remedy` says what to do."""
+    from bitgraft.store import Backbone, Store
+
+    if name is not None:
+        return Backbone(name, weights, pretrained)
+    if not Store.exists(store):
+        raise typer.BadParameter(f"there is no store at {store} yet: {remedy}")
+    return None if weights is None else Backbone(Store(store).backbone.name, weights, pretrained)

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bitgraft.cli.names import STORE, AsJson, StoreFolder, Workers
+from bitgraft.cli.names import STORE, AsJson, Pretrained, StoreFolder, Weights, Workers, asked_backbone
 from bitgraft.cli.settings import ClassWeights, Keep, Precision, Schedule, by_role, method_options, plain, settled, toml
 
 if TYPE_CHECKING:
-    from bitgraft.store import Backbone
     from bitgraft.training.config import Config
 
 TRY = """\b
@@ -36,10 +35,8 @@ def train(
         str | None,
         typer.Option(metavar="NAME", help="timm's name, wrn-DEPTH-WIDTH, or package.module:function; once per store."),
     ] = None,
-    weights: Annotated[
-        str | None, typer.Option(metavar="SOURCE", help="The backbone's weights: a file, or package:NAME.")
-    ] = None,
-    pretrained: Annotated[bool, typer.Option(help="Published weights where no others are given.")] = True,
+    weights: Weights = None,
+    pretrained: Pretrained = True,
     store: StoreFolder = STORE,
     method: Annotated[str, typer.Option(metavar="NAME", help="See `bitgraft methods`.")] = "full",
     option: Annotated[
@@ -119,7 +116,7 @@ def train(
     from bitgraft.cli import training
     from bitgraft.session import Request
 
-    chosen = _backbone(store, backbone, weights, pretrained)
+    chosen = asked_backbone(store, backbone, weights, pretrained, "begin it with --backbone NAME")
     requests = [
         Request(
             source,
@@ -171,17 +168,6 @@ def _show_config(preset: str, config: "Config", as_json: bool) -> None:
         show_json({"preset": preset, **plain(config)})
     else:
         print(toml(preset, config))
-
-
-def _backbone(store: str, name: str | None, weights: str | None, pretrained: bool) -> "Backbone | None":
-    """What was asked for; None where the store says it."""
-    from bitgraft.store import Backbone, Store
-
-    if name is not None:
-        return Backbone(name, weights, pretrained)
-    if not Store.exists(store):
-        raise typer.BadParameter(f"there is no store at {store} yet: begin it with --backbone NAME")
-    return None if weights is None else Backbone(Store(store).backbone.name, weights, pretrained)
 
 
 def _resume_command() -> str:

@@ -67,12 +67,8 @@ def file_of(source: str | Path) -> tuple[str, dict[str, str]]:
     """The file that is meant, and what it says of itself (`bitgraft export` writes classes and preprocessing)."""
     path = Path(source)
     if not path.exists() and Store.exists(path.parent):
-        path = Store(path.parent).path(path.name.removesuffix(SUFFIX))
-        if not path.exists():
-            known = ", ".join(Store(path.parent).names()) or "none yet"
-            raise TaskError(f"the store at {path.parent} has no task {path.stem!r}; it has {known}")
-        return str(path), _metadata(path)
-    return str(source), _metadata(path)
+        path = Store(path.parent).file(path.name.removesuffix(SUFFIX))
+    return str(path), _metadata(path)
 
 
 def is_task(about: Mapping[str, str]) -> bool:

@@ -25,6 +25,7 @@ from bitgraft.training.headstart import fit_head, settle_statistics
 from bitgraft.training.joint import SHARED, Shared, shared_weights
 from bitgraft.training.learner import Learner, Loss, Objective, trainable
 from bitgraft.training.observers import Observer
+from bitgraft.training.placing import placed
 from bitgraft.training.state import Position, Result, State, copied, load, of_task, save
 from bitgraft.training.statistics import over_processes
 
@@ -188,8 +189,7 @@ class _Run:
 
     def _step(self, name: str, batch: tuple[Tensor, Any], whole: int) -> None:
         images, targets = batch
-        layout = torch.channels_last if images.dim() == 4 else torch.preserve_format  # convolutions are faster in it
-        images = images.to(self.accelerator.device, non_blocking=True, memory_format=layout)
+        images = placed(images, self.accelerator.device)
         targets = targets.to(self.accelerator.device, non_blocking=True)
         world = self.accelerator.num_processes
         parts = list(zip(images.chunk(self.config.accumulate), targets.chunk(self.config.accumulate), strict=True))
