@@ -6,8 +6,7 @@ network and the tasks' bits.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -53,7 +52,8 @@ class Mixture:
 
     def __init__(self, anatomy: Anatomy) -> None:
         self.anatomy = anatomy
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # it is one module tree
+        self._uneven = False
         self._known: WeakKeyDictionary[Task, Part] = WeakKeyDictionary()
         self._parts: list[Part] = []
         self._images: list[int] = []
@@ -71,7 +71,22 @@ class Mixture:
             layer = self._module.get_submodule(path)
             layer.forward = partial(self._run, path, layer.forward)
 
-    def takes(self, tasks: Sequence[Task]) -> bool:
+    def scores(
+        self, images: Tensor, tasks: Sequence[tuple[Task, Sequence[int]]], *args: Any, **kwargs: Any
+    ) -> list[Tensor] | None:
+        """Scores of each task's rows of the batch; None where it is another thread's now or cannot run these tasks."""
+        if self._uneven or not self._takes([task for task, _ in tasks]) or not self._lock.acquire(blocking=False):
+            return None
+        try:
+            ordered = images[[row for _, rows in tasks for row in rows]]
+            return self(ordered, [(task, len(rows)) for task, rows in tasks], *args, **kwargs)
+        except UnevenError:
+            self._uneven = True
+            return None
+        finally:
+            self._lock.release()
+
+    def _takes(self, tasks: Sequence[Task]) -> bool:
         """Nothing learns, and what is replaced lies in layers that take one tensor and give one."""
         device = self.anatomy.tensor(next(iter(self.anatomy.places))).device.type
         if torch.is_grad_enabled() or (is_autocast_available(device) and torch.is_autocast_enabled(device)):
@@ -82,16 +97,6 @@ class Mixture:
             and all(path in self._layers for name in _replaced(task) for path, _ in self.anatomy.places[name])
             for task in tasks
         )
-
-    @contextmanager
-    def claimed(self) -> Iterator[bool]:
-        """Whether this thread may have it now; it is one module tree."""
-        mine = self._lock.acquire(blocking=False)
-        try:
-            yield mine
-        finally:
-            if mine:
-                self._lock.release()
 
     def __call__(self, images: Tensor, tasks: Sequence[tuple[Task, int]], *args: Any, **kwargs: Any) -> list[Tensor]:
         """Scores of each task's images, which stand one task after another in the batch."""

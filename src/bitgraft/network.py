@@ -16,7 +16,7 @@ from bitgraft.errors import TaskError, UnknownTaskError, WrongBackboneError
 from bitgraft.graft import Graft
 from bitgraft.grafts import Grafts
 from bitgraft.methods import registry
-from bitgraft.mixture import Mixture, UnevenError
+from bitgraft.mixture import Mixture
 from bitgraft.task import Card, Task, check_name, dotless, dotted
 from bitgraft.tracing import logits
 from bitgraft.weights import write_weights
@@ -59,7 +59,6 @@ class Network(nn.Module):
         self._grafts = Grafts(active, memory)
         self._pinned: dict[str, Graft] = {}
         self._mixture: Mixture | None = None
-        self._uneven = False  # the backbone cannot run several tasks in one pass
         self._lock = threading.RLock()
         self.train(backbone.training)
 
@@ -213,40 +212,27 @@ class Network(nn.Module):
     def _mixed(self, images: Tensor, tasks: list[str], *args: Any, **kwargs: Any) -> list[Tensor]:
         if len(tasks) != len(images):
             raise TaskError(f"{len(images)} images came with {len(tasks)} task names: give one name per image")
-        for name in set(tasks):
-            self._find(name)
         rows = {name: [i for i, wanted in enumerate(tasks) if wanted == name] for name in dict.fromkeys(tasks)}
         found = self._layer_by_layer(images, rows, *args, **kwargs)
         if found is None:
-            found = {name: logits(self._ready(name)(images[where], *args, **kwargs)) for name, where in rows.items()}
+            found = [logits(self._ready(name)(images[where], *args, **kwargs)) for name, where in rows.items()]
         results: list[Tensor] = [images] * len(tasks)
-        for name, where in rows.items():
-            for row, score in zip(where, found[name], strict=True):
+        for where, scores in zip(rows.values(), found, strict=True):
+            for row, score in zip(where, scores, strict=True):
                 results[row] = score
         return results
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _layer_by_layer(
         self, images: Tensor, rows: Mapping[str, list[int]], *args: Any, **kwargs: Any
-    ) -> dict[str, Tensor] | None:
+    ) -> list[Tensor] | None:
         """Scores of tasks that cannot all keep their computed weights, if the backbone can run them in one pass."""
-        tasks = {name: self._find(name) for name in rows}
+        tasks = [self._find(name) for name in rows]
         with self._lock:
-            if self._grafts.can_keep(tasks.values()) or self._uneven or any(name in self._pinned for name in tasks):
+            if self._grafts.can_keep(tasks) or any(name in self._pinned for name in rows):
                 return None
-            if self._mixture is None:
-                self._mixture = Mixture(self.anatomy)
-            mixture = self._mixture
-        with mixture.claimed() as mine:
-            if not mine or not mixture.takes(list(tasks.values())):
-                return None
-            ordered = images[[row for where in rows.values() for row in where]]
-            try:
-                counted = [(tasks[name], len(where)) for name, where in rows.items()]
-                return dict(zip(rows, mixture(ordered, counted, *args, **kwargs), strict=True))
-            except UnevenError:
-                self._uneven = True
-                return None
+            self._mixture = mixture = self._mixture or Mixture(self.anatomy)
+        return mixture.scores(images, list(zip(tasks, rows.values(), strict=True)), *args, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _ready(self, name: str | None) -> Graft:
