@@ -12,29 +12,22 @@ settings are the usual ones. Further columns: `--domains dtd omniglot` (omniglot
 """
 
 import argparse
-import datetime
-import json
-import re
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.__main__ import machine
+from benchmarks.gathering import add, ensure, put, so_far, spread, suite_at
 from bitgraft import Network
-from bitgraft.bench.reading import load_suite
-from bitgraft.bench.record import finished, store_folder
+from bitgraft.bench.record import store_folder
 from bitgraft.bench.suite import Cell, Suite
-from bitgraft.bench.worker import run_cell
 from bitgraft.data.chance import draws
 from bitgraft.data.dataset import ImageDataset
 from bitgraft.data.images import Images, Splits
 from bitgraft.data.splits import open_data
-from bitgraft.files import write_atomically
 from bitgraft.session import preprocessing_for, training_images
 from bitgraft.store import Store
 from bitgraft.training.config import Config
@@ -58,9 +51,7 @@ def rows_for(earlier: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
 def earlier_store(suite: Suite, earlier: Sequence[str], root: Path, runs: Path) -> Store:
     """The store of row `full`, seed 0, in which the earlier tasks are; those that are missing are trained."""
     for domain in earlier:
-        cell = Cell("full", 0, (domain,))
-        if not finished(suite, runs, cell):
-            run_cell(suite, cell, root.parent, runs)
+        ensure(suite, Cell("full", 0, (domain,)), root, runs)
     return Store(store_folder(runs, Cell("full", 0, tuple(earlier))))
 
 
@@ -144,17 +135,8 @@ def _by_seed(rows: list[dict[str, Any]], name: str, column: tuple[str, int]) -> 
 def _cell(mine: dict[int, float], plain: dict[int, float]) -> tuple[str, str]:
     """The mean with its spread over seeds, and the mean difference with its standard error."""
     apart = [mine[seed] - plain[seed] for seed in mine]
-    mean = f"{statistics.mean(mine.values()):.1f}{_spread(list(mine.values()), 1)}"
-    return mean, f"{statistics.mean(apart):+.1f}{_spread(apart, len(apart) ** 0.5)}"
-
-
-def _spread(values: list[float], by: float) -> str:
-    return f" ± {statistics.stdev(values) / by:.1f}" if len(values) > 1 else ""
-
-
-def fill(page: str, text: str) -> str:
-    """The page with the table between its marks."""
-    return re.sub(r"(<!-- borrow -->\n).*?(<!-- /borrow -->)", lambda m: f"{m[1]}{text}\n{m[2]}", page, flags=re.DOTALL)
+    mean = f"{statistics.mean(mine.values()):.1f}{spread(list(mine.values()))}"
+    return mean, f"{statistics.mean(apart):+.1f}{spread(apart, len(apart) ** 0.5)}"
 
 
 def main() -> None:
@@ -169,14 +151,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of every training, the earlier tasks' too, to try it out")
     given = parser.parse_args()
     root, steps = given.root.resolve(), given.steps or STEPS
-    suite = load_suite("decathlon-mini").chosen(["full"], [0], [*given.earlier, *given.domains])
-    suite = replace(suite, datasets=tuple(replace(d, data=f"{root.name}:{d.name}") for d in suite.datasets))
-    if given.steps:
-        suite = replace(suite, config={**suite.config, "steps": given.steps})
-    said = {"steps": steps, "earlier": given.earlier}
-    results = json.loads(given.json.read_text()) if given.json.exists() else {**said, "rows": []}
-    if {key: results[key] for key in said} != said:
-        parser.error(f"{given.json} was made with other steps or earlier tasks: give another --json")
+    suite = suite_at(root, ["full"], [0], [*given.earlier, *given.domains], given.steps)
+    results = so_far(given.json, {"steps": steps, "earlier": given.earlier}, parser)
     store = earlier_store(suite, given.earlier, root, given.runs)
     net, domains = store.network(), dict[str, Domain]()
     for name in given.earlier:
@@ -186,14 +162,12 @@ def main() -> None:
         if domain not in domains:
             domains[domain] = Domain(net, f"{root}:{domain}", config)
         found = domains[domain].measure(net, shots, config, rows_for(given.earlier)[row][1])
-        results["rows"].append({"domain": domain, "shots": shots, "seed": seed, "row": row, **found})
-        results |= {"date": datetime.date.today().isoformat(), "machine": machine(), "torch": torch.__version__}
-        write_atomically(given.json, (json.dumps(results, indent=1) + "\n").encode())
+        add(given.json, results, {"domain": domain, "shots": shots, "seed": seed, "row": row, **found})
         print(f"{row}, {domain}, {shots} per class, seed {seed}: {100 * found['accuracy']:.1f} %", flush=True)
     text = table(results)
     print(f"\n{text}")
     if given.steps is None and given.json == RESULTS:
-        write_atomically(PAGE, fill(PAGE.read_text(), text).encode())
+        put(PAGE, "borrow", text)
 
 
 if __name__ == "__main__":

@@ -11,28 +11,23 @@ decathlon-mini: `--runs` may name the folder in which `bitgraft bench decathlon-
 """
 
 import argparse
-import datetime
 import json
-import re
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.__main__ import machine
-from bitgraft.bench.reading import load_suite
-from bitgraft.bench.record import finished, record_path, store_folder
+from benchmarks.gathering import add, ensure, put, so_far, spread, suite_at
+from bitgraft.bench.record import record_path, store_folder
 from bitgraft.bench.suite import Cell, Suite
-from bitgraft.bench.worker import backbone_of, run_cell
+from bitgraft.bench.worker import backbone_of
 from bitgraft.compressing import Job, run
 from bitgraft.compression.distil import CALIBRATION
-from bitgraft.files import write_atomically
 from bitgraft.store import Backbone
 
 DOMAINS, SEEDS = ("vgg-flowers", "omniglot"), (0,)  # gtsrb and dtd had a say in how errors are balanced
@@ -54,8 +49,7 @@ ORDER = ("finetune", *COMPRESSED, "full")
 def trained(suite: Suite, row: str, domain: str, seed: int, root: Path, runs: Path) -> dict[str, Any]:
     """A row that is a run of the suite."""
     cell = Cell(row, seed, (domain,))
-    if not finished(suite, runs, cell):
-        run_cell(suite, cell, root.parent, runs)
+    ensure(suite, cell, root, runs)
     record = json.loads(record_path(runs, cell, domain).read_text())
     return {
         "accuracy": record["last"]["test_accuracy"],
@@ -95,8 +89,7 @@ def table(results: dict[str, Any]) -> str:
         for domain in domains:
             held = [row for row in rows if row["row"] == name and row["domain"] == domain]
             shares = [100 * row["accuracy"] for row in held]
-            spread = f" ± {statistics.stdev(shares):.1f}" if len(shares) > 1 else ""
-            cells += [f"{statistics.mean(shares):.1f}{spread}", f"{held[0]['bytes'] / 1e6:.2f} MB"]
+            cells += [f"{statistics.mean(shares):.1f}{spread(shares)}", f"{held[0]['bytes'] / 1e6:.2f} MB"]
         lines.append(f"| {' | '.join(cells)} |")
     seeds = sorted({row["seed"] for row in rows})
     said = "mean and standard deviation" if len(seeds) > 1 else "one run"
@@ -124,13 +117,6 @@ def time_resnet50() -> str:
     return f"resnet50, building it included: {said}; {size / 1e6:.2f} MB of {done.finetuned_bytes / 1e6:.1f} MB"
 
 
-def fill(page: str, text: str) -> str:
-    """The page with the table between its marks."""
-    return re.sub(
-        r"(<!-- compress -->\n).*?(<!-- /compress -->)", lambda m: f"{m[1]}{text}\n{m[2]}", page, flags=re.DOTALL
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, nargs="?", help="the folder decathlon-mini")
@@ -147,27 +133,19 @@ def main() -> None:
     if given.root is None:
         parser.error("say where decathlon-mini is")
     root = given.root.resolve()
-    suite = load_suite("decathlon-mini").chosen(["finetune", "full"], given.seeds, given.domains)
-    datasets = tuple(replace(dataset, data=f"{root.name}:{dataset.name}") for dataset in suite.datasets)
-    suite = replace(suite, datasets=datasets)
-    if given.steps:
-        suite = replace(suite, config={**suite.config, "steps": given.steps})
-    results = json.loads(given.json.read_text()) if given.json.exists() else {"steps": given.steps, "rows": []}
-    if results["steps"] != given.steps:
-        parser.error(f"{given.json} was made with --steps {results['steps']}: give another --json")
+    suite = suite_at(root, ["finetune", "full"], given.seeds, given.domains, given.steps)
+    results = so_far(given.json, {"steps": given.steps}, parser)
     for row, domain, seed in missing(results["rows"], given.domains, given.seeds):
         if row in TRAINED:
             found = trained(suite, row, domain, seed, root, given.runs)
         else:
             found = compressed(suite, row, domain, seed, root, given.runs, given.steps or CALIBRATION.steps or 0)
-        results["rows"].append({"row": row, "domain": domain, "seed": seed, **found})
-        results |= {"date": datetime.date.today().isoformat(), "machine": machine(), "torch": torch.__version__}
-        write_atomically(given.json, (json.dumps(results, indent=1) + "\n").encode())
+        add(given.json, results, {"row": row, "domain": domain, "seed": seed, **found})
         print(f"{row}, {domain}, seed {seed}: {100 * found['accuracy']:.1f} %", flush=True)
     text = table(results)
     print(f"\n{text}")
     if given.steps is None and given.json == RESULTS:
-        write_atomically(PAGE, fill(PAGE.read_text(), text).encode())
+        put(PAGE, "compress", text)
 
 
 if __name__ == "__main__":

@@ -32,15 +32,18 @@ def growth(table: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def fill(text: str, results: dict[str, Any]) -> str:
-    def replaced(found: re.Match[str]) -> str:
-        name = found[1]
-        if name != "rows" and name not in results["tables"]:
-            return found[0]
-        table = rows(results) if name == "rows" else growth(results["tables"][name])
-        return f"<!-- bench:{name} -->\n{table}\n<!-- /bench -->"
+def between_marks(page: str, mark: str, text: str) -> str:
+    """The page with the text between `<!-- mark -->` and `<!-- /mark -->`; of a mark a:b, the end is `<!-- /a -->`."""
+    begin, end = f"<!-- {mark} -->\n", f"<!-- /{mark.partition(':')[0]} -->"
+    pattern = re.escape(begin) + ".*?" + re.escape(end)
+    return re.sub(pattern, lambda _: f"{begin}{text}\n{end}", page, flags=re.DOTALL)
 
-    return re.sub(r"<!-- bench:(\w+) -->\n.*?<!-- /bench -->", replaced, text, flags=re.DOTALL)
+
+def fill(page: str, results: dict[str, Any]) -> str:
+    page = between_marks(page, "bench:rows", rows(results))
+    for name, table in results["tables"].items():
+        page = between_marks(page, f"bench:{name}", growth(table))
+    return page
 
 
 if __name__ == "__main__":

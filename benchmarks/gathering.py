@@ -1,0 +1,57 @@
+"""What tables of trained tasks share: runs of a suite at a root, a JSON file that grows row by row, a page."""
+
+import argparse
+import datetime
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.__main__ import machine
+from benchmarks.tables import between_marks
+from bitgraft.bench.reading import load_suite
+from bitgraft.bench.record import finished
+from bitgraft.bench.suite import Cell, Suite
+from bitgraft.bench.worker import run_cell
+from bitgraft.files import write_atomically
+
+
+def suite_at(root: Path, rows: Sequence[str], seeds: Sequence[int], domains: Sequence[str], steps: int | None) -> Suite:
+    """These of decathlon-mini, with its data at the root; steps shorten every training, to try it out."""
+    suite = load_suite("decathlon-mini").chosen(rows, seeds, domains)
+    suite = replace(suite, datasets=tuple(replace(d, data=f"{root.name}:{d.name}") for d in suite.datasets))
+    return replace(suite, config={**suite.config, "steps": steps}) if steps else suite
+
+
+def ensure(suite: Suite, cell: Cell, root: Path, runs: Path) -> None:
+    """Train what is not there yet."""
+    if not finished(suite, runs, cell):
+        run_cell(suite, cell, root.parent, runs)
+
+
+def so_far(path: Path, said: dict[str, Any], parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """What the file holds, if it was made with the same settings; or no rows yet."""
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {**said, "rows": []}
+    if other := [f"{key} {results[key]}" for key, value in said.items() if results[key] != value]:
+        parser.error(f"{path} was made with {', '.join(other)}: give another --json")
+    return results
+
+
+def add(path: Path, results: dict[str, Any], row: dict[str, Any]) -> None:
+    results["rows"].append(row)
+    results |= {"date": datetime.date.today().isoformat(), "machine": machine(), "torch": torch.__version__}
+    write_atomically(path, (json.dumps(results, indent=1) + "\n").encode())
+
+
+def put(page: Path, mark: str, text: str) -> None:
+    """The table into the page, between its marks."""
+    write_atomically(page, between_marks(page.read_text(), mark, text).encode())
+
+
+def spread(values: Sequence[float], by: float = 1) -> str:
+    """The standard deviation, or a share of it, where there are several values."""
+    return f" ± {statistics.stdev(values) / by:.1f}" if len(values) > 1 else ""
