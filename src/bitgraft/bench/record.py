@@ -24,6 +24,7 @@ from bitgraft.methods import registry
 from bitgraft.report.records import FORMAT, ORIGINAL, RECORD
 from bitgraft.session import Opened, Outcome
 from bitgraft.training.config import Config
+from bitgraft.training.observers import Observer
 from bitgraft.training.state import of_task
 
 
@@ -73,7 +74,7 @@ def _is_record_of(path: Path, said: Mapping[str, Any], config: Mapping[str, Any]
     return True
 
 
-class Clock:
+class Clock(Observer):
     """Time spent on training steps, on the wall and of the processor, and the images that went through them.
 
     All in this process: a run that goes on after a kill is timed from there.
@@ -95,14 +96,8 @@ class Clock:
         self.images += images
         self._restart()
 
-    def look(self, loss: float, accuracy: float) -> None:
-        pass
-
     def epoch(self, record: dict[str, Any]) -> None:
         self._restart()  # validation is not training
-
-    def end(self) -> None:
-        pass
 
 
 def write_run(

@@ -7,6 +7,7 @@ import typer
 from bitgraft.cli.names import STORE, AsJson, Pretrained, StoreFolder, Weights, Workers, asked_backbone
 from bitgraft.cli.output import megabytes, show, show_json
 from bitgraft.cli.settings import by_role, method_options
+from bitgraft.training.observers import Observer
 
 if TYPE_CHECKING:
     from bitgraft.compressing import Done
@@ -116,8 +117,8 @@ def _names(given: str | None) -> list[str] | None:
         return [line.strip() for line in file if line.strip()]
 
 
-class _Distance:
-    """An observer: how far the task's answers are from the copy's, a line for each epoch."""
+class _Distance(Observer):
+    """How far the task's answers are from the copy's, a line for each epoch."""
 
     def __init__(self, quiet: bool) -> None:
         self.quiet, self.epochs = quiet, 0
@@ -125,18 +126,9 @@ class _Distance:
     def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
         self.epochs = epochs
 
-    def step(self, epoch: int, step: int, images: int) -> None:
-        pass
-
-    def look(self, loss: float, accuracy: float) -> None:
-        pass
-
     def epoch(self, record: dict[str, Any]) -> None:
         if not self.quiet:
             print(f"epoch {record['epoch']}/{self.epochs}  distance {record['train_loss']:.4f}", flush=True)
-
-    def end(self) -> None:
-        pass
 
 
 def _report(done: "Done") -> dict[str, Any]:

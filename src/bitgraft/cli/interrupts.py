@@ -7,6 +7,8 @@ import time
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from bitgraft.training.observers import Observer
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
@@ -14,7 +16,7 @@ AGREE_WITHIN = 1.0  # seconds, about, between the times that several processes a
 SELDOM = 100  # steps between those times at the most
 
 
-class Interrupts:
+class Interrupts(Observer):
     """An observer, so that it knows when there is a state to keep; before and after, a signal ends the command.
 
     with Interrupts(accelerator) as interrupts:
@@ -75,15 +77,6 @@ class Interrupts:
     def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
         self.running = True
         self._since = time.monotonic()
-
-    def step(self, epoch: int, step: int, images: int) -> None:
-        pass
-
-    def look(self, loss: float, accuracy: float) -> None:
-        pass
-
-    def epoch(self, record: dict[str, Any]) -> None:
-        pass
 
     def end(self) -> None:
         self.running = False

@@ -9,19 +9,28 @@ from bitgraft.files import write_atomically
 
 
 class Observer(Protocol):
-    def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None: ...
+    """Whoever inherits from it writes only the methods that it needs."""
 
-    def step(self, epoch: int, step: int, images: int) -> None: ...
+    # each body returns: mypy takes an empty one for abstract
+
+    def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
+        return
+
+    def step(self, epoch: int, step: int, images: int) -> None:
+        return
 
     def look(self, loss: float, accuracy: float) -> None:
         """How the epoch goes so far, whenever the loop has looked."""
+        return
 
-    def epoch(self, record: dict[str, Any]) -> None: ...
+    def epoch(self, record: dict[str, Any]) -> None:
+        return
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        return
 
 
-class JsonLines:
+class JsonLines(Observer):
     """One line of JSON for each epoch. A resumed run leaves the same file as an uninterrupted one."""
 
     def __init__(self, path: Path) -> None:
@@ -33,21 +42,12 @@ class JsonLines:
             lines = self.path.read_text().splitlines()
             self.records = [json.loads(line) for line in lines[:done_epochs]]
 
-    def step(self, epoch: int, step: int, images: int) -> None:
-        pass
-
-    def look(self, loss: float, accuracy: float) -> None:
-        pass
-
     def epoch(self, record: dict[str, Any]) -> None:
         self.records.append(record)
         write_atomically(self.path, "".join(json.dumps(r) + "\n" for r in self.records).encode())
 
-    def end(self) -> None:
-        pass
 
-
-class TensorBoard:
+class TensorBoard(Observer):
     """Each epoch's numbers as curves. A resumed run's go on where its checkpoint was."""
 
     def __init__(self, folder: Path) -> None:
@@ -62,12 +62,6 @@ class TensorBoard:
 
     def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
         self._writer = self._open(str(self.folder), purge_step=done_epochs + 1)
-
-    def step(self, epoch: int, step: int, images: int) -> None:
-        pass
-
-    def look(self, loss: float, accuracy: float) -> None:
-        pass
 
     def epoch(self, record: dict[str, Any]) -> None:
         for name, value in record.items():
