@@ -43,6 +43,15 @@ def photos(folder: Path, *, train: int = 8, val: int = 3, test: int = 3, classes
     return folder
 
 
+def furnish(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Images and a network of one's own in a folder, which becomes the current one."""
+    photos(folder / "photos")
+    (folder / "own_net.py").write_text(SOURCE)
+    monkeypatch.chdir(folder)
+    monkeypatch.delitem(sys.modules, "own_net", raising=False)
+    return folder
+
+
 def fork(*args: str, prepare: Callable[[], None] = lambda: None) -> int:
     """The command line in a process of its own, as if it had just been started, without the seconds that imports take.
     What it says goes to the files PID.out and PID.err in the current folder."""
@@ -72,10 +81,16 @@ def ended(process: int) -> tuple[int, str]:
     return os.waitstatus_to_exitcode(status), err.read_text() if err.exists() else ""
 
 
-def bitgraft(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *args: str) -> tuple[int, str, str]:
-    """The command line in this process: exit code, standard output, standard error."""
+def exit_code(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    """The command line in this process."""
     monkeypatch.setattr(sys, "argv", ["bitgraft", *args])
     with pytest.raises(SystemExit) as left:
         cli.main()
+    return int(left.value.code or 0)
+
+
+def bitgraft(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *args: str) -> tuple[int, str, str]:
+    """The command line in this process: exit code, standard output, standard error."""
+    code = exit_code(monkeypatch, *args)
     captured = capsys.readouterr()
-    return int(left.value.code or 0), captured.out, captured.err
+    return code, captured.out, captured.err

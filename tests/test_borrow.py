@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from images import NET, SOURCE, bitgraft, photos
+from images import NET, bitgraft, furnish
 from tiny import batch, learn, run, tiny
 from torch import nn
 
@@ -460,9 +460,7 @@ CONFIG = QUICK.changed(epochs=1, batch=8, size=16)
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    (tmp_path / "own_net.py").write_text(SOURCE)
-    monkeypatch.chdir(tmp_path)
-    photos(tmp_path / "photos")
+    furnish(tmp_path, monkeypatch)
     store, net = open_store("store", Backbone(NET))
     for seed, name in enumerate(("a", "b")):
         train(store, net, Request("photos", name, "full", CONFIG.changed(seed=seed)))

@@ -1,15 +1,13 @@
 """`bitgraft eval`, `predict`, `tasks`, `export` and `demo` as a user meets them."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from images import NET, SOURCE, bitgraft, photos
+from images import NET, bitgraft, exit_code, furnish, photos
 from safetensors.torch import load_file
 
-from bitgraft.cli.main import main
 from bitgraft.data.preprocessing import Preprocessing, evaluation_tensor
 from bitgraft.store import Store
 
@@ -20,17 +18,11 @@ SHOT = "photos/test/red/0.png"
 def trained(tmp_path_factory):
     """A folder with images, a network and a store of two tasks."""
     folder = tmp_path_factory.mktemp("trained")
-    photos(folder / "photos")
-    (folder / "own_net.py").write_text(SOURCE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.delitem(sys.modules, "own_net", raising=False)
+        furnish(folder, patch)
         common = ["train", "photos", "--backbone", NET, "--size", "16", "--batch", "8", "--epochs", "3"]
         for more in (["--task", "colours", "--method", "finetune"], ["--task", "hues", "--no-flip"]):
-            patch.setattr(sys, "argv", ["bitgraft", *common, *more])
-            with pytest.raises(SystemExit) as left:
-                main()
-            assert not left.value.code
+            assert exit_code(patch, *common, *more) == 0
     return folder
 
 

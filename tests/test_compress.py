@@ -2,21 +2,19 @@
 
 import itertools
 import json
-import sys
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from images import NET, SOURCE, bitgraft, photos
+from images import NET, bitgraft, exit_code, furnish, photos
 from safetensors.torch import load_file, save_file
 from tiny import batch, learn, run, snapshot, tiny
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from bitgraft import BackboneError, Network, TaskError, compress
-from bitgraft.cli.main import main
 from bitgraft.compression import balance
 from bitgraft.compression import nearest as closed
 from bitgraft.compression.balance import unbalanced
@@ -515,20 +513,14 @@ def test_soft_targets_against_the_definition():
 def place(tmp_path_factory):
     """A folder with images, a network and a store with a fine-tuned task."""
     folder = tmp_path_factory.mktemp("place")
-    photos(folder / "photos")
-    (folder / "own_net.py").write_text(SOURCE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.delitem(sys.modules, "own_net", raising=False)
+        furnish(folder, patch)
         train = "train photos --size 16 --batch 8 --epochs 3 --method finetune --task colours --store source --backbone"
         for command in (
             [*train.split(), NET],
             ["export", "--task", "colours", "--store", "source", "--output", "plain.safetensors"],
         ):
-            patch.setattr(sys, "argv", ["bitgraft", *command])
-            with pytest.raises(SystemExit) as left:
-                main()
-            assert not left.value.code
+            assert exit_code(patch, *command) == 0
     (folder / "names.txt").write_text("blue\ngreen\n\nred\n")
     save_file(load_file(folder / "plain.safetensors"), folder / "bare.safetensors")  # without what it says of itself
     return folder

@@ -4,7 +4,7 @@ import io
 import json
 
 import pytest
-from images import NET, SOURCE, photos
+from images import NET, furnish
 from rich.console import Console
 
 from bitgraft.errors import DataError, TrainingError
@@ -19,10 +19,7 @@ CONFIG = QUICK.changed(epochs=2, batch=8, size=16)
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    (tmp_path / "own_net.py").write_text(SOURCE)
-    monkeypatch.chdir(tmp_path)
-    photos(tmp_path / "photos")
-    return tmp_path
+    return furnish(tmp_path, monkeypatch)
 
 
 def test_tasks_of_one_network_one_after_the_other(place):
