@@ -14,6 +14,7 @@ from bitgraft.errors import BitgraftError, SuiteError
 from bitgraft.methods import registry
 from bitgraft.report.records import ORIGINAL
 from bitgraft.task import check_name
+from bitgraft.training.config import preset_options
 
 LIKE = "like"
 
@@ -40,9 +41,10 @@ def parse(content: Mapping[str, Any]) -> Suite:
     }
     suite: Suite = _made(Suite, {**content, **tables}, "the file")
     _check(suite)
+    rows = tuple(replace(r, options={**preset_options(suite.preset, r.method), **r.options}) for r in suite.rows)
     own = suite.backbone.trained_on
     datasets = tuple(replace(d, original=True) if d.name == own else d for d in suite.datasets)
-    return replace(suite, datasets=datasets)
+    return replace(suite, datasets=datasets, rows=rows)
 
 
 def _content(name: str | Path, after: tuple[str, ...] = ()) -> dict[str, Any]:

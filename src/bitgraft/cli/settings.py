@@ -68,12 +68,13 @@ def by_role(given: Sequence[str] | None, option: str) -> dict[str, float] | None
     return values
 
 
-def method_options(method: str, given: Sequence[str] | None) -> dict[str, Any]:
-    """NAME=VALUE pairs, checked against the method; values are JSON, or else plain words."""
+def method_options(method: str, given: Sequence[str] | None, preset: str | None = None) -> dict[str, Any]:
+    """NAME=VALUE pairs on top of the preset's own, checked against the method; values are JSON, or else plain words."""
     from bitgraft.errors import TaskError
     from bitgraft.methods import registry
+    from bitgraft.training.config import preset_options
 
-    options: dict[str, Any] = {}
+    options = {} if preset is None else preset_options(preset, method)
     for text in given or ():
         name, equals, value = text.partition("=")
         if not equals:
@@ -98,9 +99,9 @@ def plain(config: "Config") -> dict[str, Any]:
     return asdict(config)
 
 
-def toml(preset: str, config: "Config") -> str:
-    """The configuration as TOML; what is not set is a comment."""
-    values = plain(config)
+def toml(preset: str, config: "Config", options: Mapping[str, Any]) -> str:
+    """The configuration and the method's options as TOML; what is not set is a comment."""
+    values = {**plain(config), "options": options}
     lines = [f"# preset {preset}, with what was changed"]
     lines += [_line(name, value) for name, value in values.items() if not isinstance(value, Mapping)]
     for name, table in values.items():

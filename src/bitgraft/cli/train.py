@@ -104,9 +104,9 @@ def train(
         "weight_decay": by_role(weight_decay, "--weight-decay"),
     }
     config = settled(preset, method, changes)
-    options = method_options(method, option)
+    options = method_options(method, option, preset)
     if show_config:
-        _show_config(preset, config, as_json)
+        _show_config(preset, config, options, as_json)
         return
     if not data or not task:
         raise typer.BadParameter("say what to train on and what to call it: bitgraft train DATA --task NAME")
@@ -161,13 +161,13 @@ def _check_earlier(store: str, method: str, borrow: list[str] | None, start: str
         raise typer.BadParameter(f"there is no store at {store} yet, so there is no task to borrow or start from")
 
 
-def _show_config(preset: str, config: "Config", as_json: bool) -> None:
+def _show_config(preset: str, config: "Config", options: dict[str, Any], as_json: bool) -> None:
     from bitgraft.cli.output import show_json
 
     if as_json:
-        show_json({"preset": preset, **plain(config)})
+        show_json({"preset": preset, **plain(config), "options": options})
     else:
-        print(toml(preset, config))
+        print(toml(preset, config, options))
 
 
 def _resume_command() -> str:

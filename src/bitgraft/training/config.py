@@ -113,6 +113,11 @@ BY_METHOD: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("quick", "piggyback"): {"rates": {"scores": 1e-4}},
 }
 """(preset, method) -> what that method has otherwise; docs/results/quick.md has the grid it was chosen from."""
+OPTIONS: Mapping[tuple[str, str], Mapping[str, Any]] = {
+    ("quick", "full"): {"per": "channel"},
+    ("quick", "simple"): {"per": "channel"},
+}
+"""(preset, method) -> the method's options, where the protocol has others than the method."""
 PRESETS = {"quick": QUICK, "imagenet-to-sketch": IMAGENET_TO_SKETCH, "decathlon": DECATHLON}
 
 
@@ -121,3 +126,8 @@ def preset(name: str, method: str = "full") -> Config:
     if name not in PRESETS:
         raise TrainingError(f"there is no preset {name!r}; known are {', '.join(PRESETS)}")
     return PRESETS[name].changed(**BY_METHOD.get((name, method), {}))
+
+
+def preset_options(name: str, method: str) -> dict[str, Any]:
+    """The options that a protocol gives a method: for `net.add_task(..., **preset_options("quick", "full"))`."""
+    return dict(OPTIONS.get((name, method), {}))
