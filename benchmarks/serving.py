@@ -141,29 +141,29 @@ def mixed(folder: Path, rounds: int) -> Iterator[Row]:
         assert task.name == name
         makers[8].load_task(folder / name)
     plain = [makers[1].export(name) for name in names]
-    images, wanted = torch.randn(32, 3, PIXELS, PIXELS), [names[i % 8] for i in range(32)]
-    parts = [images[i::8].contiguous() for i in range(8)]
+    wanted = [names[i % 8] for i in range(32)]
 
-    def separate() -> None:
+    def separate(images: Tensor) -> None:
         with torch.inference_mode():
-            for part, module in zip(parts, plain, strict=True):
-                module(part)
+            for i, module in enumerate(plain):
+                module(images[i::8])
 
-    def together(net: bitgraft.Network) -> None:
+    def together(net: bitgraft.Network, images: Tensor) -> None:
         with torch.inference_mode():
             net(images, task=wanted)
 
     sizes = [p.numel() * 4 for p in model.parameters()]
     size = sum(sizes)
-    for active, net in makers.items():
+    for pixels, active in ((224, 1), (64, 1), (64, 8)):
+        net, images = makers[active], torch.randn(32, 3, pixels, pixels)
         held = size + (max(sizes) if active == 1 else 8 * size) + 8 * _ideal(net.tasks[names[0]])
         yield compare(
-            f"mixed-{active}",
-            f"mixed batch of 32 images over 8 tasks, {active} kept at work",
+            f"mixed-{pixels}-{active}",
+            f"mixed batch of 32 images over 8 tasks, {pixels} px, {active} kept at work",
             "eight separate plain models, each with its part",
             1.10,
-            timed(lambda: together(net)),  # noqa: B023
-            timed(separate),
-            rounds,
+            timed(lambda: together(net, images)),  # noqa: B023
+            timed(lambda: separate(images)),  # noqa: B023
+            rounds if pixels == 64 else max(3, rounds // 3),
             f"{held / 1e6:.0f} MB of weights, bits and backbone against {8 * size / 1e6:.0f} MB",
         )

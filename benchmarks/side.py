@@ -1,6 +1,7 @@
-"""One side of a comparison of training steps: `python -m benchmarks.side METHOD NETWORK BATCH`, a process of its own.
+"""One side of a comparison of training steps, in a process of its own.
 
-It answers each line on its standard input with one number: "go" runs a step and gives its seconds.
+`python -m benchmarks.side METHOD NETWORK BATCH PIXELS` answers each line on its standard input with one number:
+"go" runs a step and gives its seconds.
 """
 
 import json
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from benchmarks import opposition
 
-CLASSES, PIXELS = 10, 64
+CLASSES = 10
 
 
 def build(network: str) -> nn.Module:
@@ -28,10 +29,10 @@ def build(network: str) -> nn.Module:
     return timm.create_model(network, num_classes=CLASSES)
 
 
-def step_of(method: str, network: str, batch: int) -> Callable[[], None]:
+def step_of(method: str, network: str, batch: int, pixels: int) -> Callable[[], None]:
     """A training step: forward, loss, backward, optimisers; all sides with the same settings of the same optimisers."""
     model = build(network)
-    images = torch.randn(batch, 3, PIXELS, PIXELS).contiguous(memory_format=torch.channels_last)
+    images = torch.randn(batch, 3, pixels, pixels).contiguous(memory_format=torch.channels_last)
     labels = torch.randint(0, CLASSES, (batch,))
     if method in ("finetune", "piggyback", "lora"):
         if method == "lora":
@@ -88,8 +89,8 @@ def ours(model: nn.Module, method: str, images: torch.Tensor, labels: torch.Tens
     return step
 
 
-def main(method: str, network: str, batch: str) -> None:
-    step = step_of(method, network, int(batch))
+def main(method: str, network: str, batch: str, pixels: str) -> None:
+    step = step_of(method, network, int(batch), int(pixels))
     for line in sys.stdin:
         answer = 0.0
         if line.strip() == "go":

@@ -12,7 +12,7 @@ AGAINST = {"piggyback": "Piggyback written the obvious way", "lora": "PEFT's LoR
 def steps(network: str, limit: float, rounds: int) -> Iterator[Row]:
     others = ["finetune", *AGAINST] if network == "resnet50" else ["finetune"]
     with ExitStack() as stack:
-        sides = {name: stack.enter_context(Side(name, network, "32")) for name in ["full", *others]}
+        sides = {name: stack.enter_context(Side(name, network, "32", "64")) for name in ["full", *others]}
         times = dict(zip(sides, in_turns(list(sides.values()), rounds), strict=True))
         mine = times["full"]
         what = f"training step, full, {NAMES[network]}, batch 32 at 64 px"
@@ -20,10 +20,22 @@ def steps(network: str, limit: float, rounds: int) -> Iterator[Row]:
             ratios = [a / b for a, b in zip(mine, times[name], strict=True)]
             bound, against = (limit, "fine-tuning step") if name == "finetune" else (1.0, AGAINST[name])
             yield Row(f"step-{network}-{name}", what, against, bound, ratios, "", mine, times[name])
-        if network == "resnet50":
-            a, b = sides["full"].peak(), sides["finetune"].peak()
-            detail = f"{a / 1e6:.0f} MB against {b / 1e6:.0f} MB, whole process"
-            yield Row("memory", "peak memory of training, ResNet-50", "fine-tuning", 1.10, [a / b], detail)
+
+
+def memory() -> Iterator[Row]:
+    """At the network's own size of image, and at the small one, where weights are most of what there is."""
+    for pixels in (224, 64):
+        a, b = (_peak(method, "resnet50", pixels) for method in ("full", "finetune"))
+        what, detail = f"peak memory of training, ResNet-50, batch 32 at {pixels} px", f"{a:.0f} MB against {b:.0f} MB"
+        yield Row(f"memory-{pixels}", what, "fine-tuning", 1.10, [a / b], f"{detail}, whole process")
+
+
+def _peak(method: str, network: str, pixels: int) -> float:
+    """Megabytes; the second step has the optimisers' moments beside everything else."""
+    with Side(method, network, "32", str(pixels)) as side:
+        side()
+        side()
+        return side.peak() / 1e6
 
 
 def growth(rounds: int) -> list[dict[str, float | str]]:
@@ -31,7 +43,7 @@ def growth(rounds: int) -> list[dict[str, float | str]]:
     points = [(f"wrn{width}", 32) for width in (1, 2, 4)] + [("wrn4", batch) for batch in (8, 16, 64, 128)]
     table: list[dict[str, float | str]] = []
     for network, batch in sorted(points):
-        with Side("full", network, str(batch)) as mine, Side("finetune", network, str(batch)) as other:
+        with Side("full", network, str(batch), "64") as mine, Side("finetune", network, str(batch), "64") as other:
             a, b = in_turns([mine, other], rounds, warm=1)
             ratios = sorted(x / y for x, y in zip(a, b, strict=True))
             table.append(
