@@ -103,6 +103,13 @@ def test_a_suite_that_cannot_be_run_says_why(changes, said):
         small(**changes)
 
 
+def test_rows_have_the_options_of_the_protocol_unless_they_say_others():
+    rows = [{"row": "a", "method": "full"}, {"row": "b", "method": "full", "options": {"per": "layer", "k1": 0.0}}]
+    quick, paper = small(preset="quick", rows=rows), small(preset="decathlon", rows=rows)
+    assert [dict(row.options) for row in quick.rows] == [{"per": "channel"}, {"per": "layer", "k1": 0.0}]
+    assert dict(paper.rows[0].options) == {}
+
+
 def test_every_suite_of_ours_can_be_read():
     assert "decathlon-mini" in reading.built_in()
     for name in reading.built_in():

@@ -85,6 +85,9 @@ def test_show_config(run, tmp_path):
     assert set(config["weight_decay"].values()) == {1e-4}
     shown = json.loads(run("train", "--show-config", "--schedule", "constant", "--no-flip", "--json")[1])
     assert (shown["preset"], shown["schedule"], shown["flip"]) == ("quick", "constant", False)
+    assert (config["options"], shown["options"]) == ({}, {"per": "channel"})  # the paper has one k per layer
+    asked = run("train", "--show-config", "--option", "per=layer", "--option", "k1=0", "--json")[1]
+    assert json.loads(asked)["options"] == {"per": "layer", "k1": 0}
     assert not (tmp_path / "bitgraft-store").exists()
 
 
