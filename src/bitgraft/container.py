@@ -3,7 +3,6 @@
 We write them ourselves, so that the same content gives the same bytes whatever version of safetensors is installed.
 """
 
-import hashlib
 import json
 import math
 import re
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from bitgraft.errors import CorruptError, NewerFormatError, TaskError
@@ -23,8 +23,8 @@ LINE = 64  # bytes
 DEPTH = 32  # how deep metadata may be nested
 HEADER_LIMIT = 100_000_000  # bytes; safetensors reads no longer one
 ORDERED = ("leans_on", "shapes")  # metadata whose own order means something
-BLANK = "0" * 64
-CHECKSUM = re.compile(rb'(?<=\\"checksum\\":\\")[0-9a-f]{64}(?=\\")')
+BLANK = "0" * 32
+CHECKSUM = re.compile(rb'(?<=\\"checksum\\":\\")[0-9a-f]{32}(?=\\")')
 DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -58,7 +58,7 @@ def encode(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> list[byte
     if len(top) > HEADER_LIMIT:
         raise TaskError(f"the task's metadata takes {len(top)} bytes, a file has room for {HEADER_LIMIT}")
     top = struct.pack("<Q", len(top)) + top
-    pieces, digest = [raw(tensors[name]) for name in order], hashlib.sha256(top)
+    pieces, digest = [raw(tensors[name]) for name in order], xxhash.xxh3_128(top)
     for piece in pieces:
         digest.update(piece)
     return [CHECKSUM.sub(digest.hexdigest().encode(), top, count=1), *pieces]
@@ -200,9 +200,9 @@ def _in_place(whole: Tensor, dtype: torch.dtype, shape: list[int], begin: int) -
 
 
 def _digest(data: memoryview) -> str:
-    """SHA-256 of the file with the checksum's own 64 digits set to 0."""
+    """XXH3 of the file with the checksum's own 32 digits set to 0: against damage, which it finds at memory's speed."""
     (size,) = struct.unpack_from("<Q", data)
-    found, view, digest = CHECKSUM.search(data, 8, 8 + size), data, hashlib.sha256()
+    found, view, digest = CHECKSUM.search(data, 8, 8 + size), data, xxhash.xxh3_128()
     if found is not None:
         digest.update(view[: found.start()])
         digest.update(BLANK.encode())
