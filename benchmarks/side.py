@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from benchmarks import opposition
 
-CLASSES = 10
+CLASSES, PLAINLY = 10, "-plainly"
 
 
 def build(network: str) -> nn.Module:
@@ -65,7 +65,7 @@ def plain_optimizers(learned: opposition.Roles) -> list[torch.optim.Optimizer]:
 
 
 def ours(model: nn.Module, method: str, images: torch.Tensor, labels: torch.Tensor) -> Callable[[], None]:
-    """The parts that `bitgraft.fit` puts together, as it does."""
+    """The parts that `bitgraft.fit` puts together, as it does; "METHOD-plainly" leaves all gradients to PyTorch."""
     import bitgraft
     from bitgraft.methods.registry import Phase
     from bitgraft.training import optimisers
@@ -73,13 +73,14 @@ def ours(model: nn.Module, method: str, images: torch.Tensor, labels: torch.Tens
     from bitgraft.training.learner import Learner, Objective
 
     net = bitgraft.Network(model)
-    task = net.add_task("task", classes=CLASSES, method=method)
-    learner, objective = Learner(net, [task]), Objective([task])
+    task = net.add_task("task", classes=CLASSES, method=method.removesuffix(PLAINLY))
+    learner = net if method.endswith(PLAINLY) else Learner(net, [task])
+    objective = Objective([task])
     optimizers = optimisers.build(task.roles(), Config(), Phase())
     task.train()
 
     def step() -> None:
-        loss = objective("task", learner(images, "task"), labels)
+        loss = objective("task", learner(images, task="task"), labels)
         (loss * (1 / len(labels))).backward()
         for optimizer in optimizers:
             optimizer.step()

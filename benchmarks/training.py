@@ -30,6 +30,16 @@ def memory() -> Iterator[Row]:
         yield Row(f"memory-{pixels}", what, "fine-tuning", 1.10, [a / b], f"{detail}, whole process")
 
 
+def depthwise(rounds: int) -> Iterator[Row]:
+    """What `training/depthwise.py` is worth."""
+    network = "tf_efficientnet_lite0"
+    with Side("full", network, "32", "64") as mine, Side("full-plainly", network, "32", "64") as other:
+        a, b = in_turns([mine, other], rounds)
+    what = "training step, full, EfficientNet-Lite0, batch 32 at 64 px"
+    against = "with PyTorch's own gradients of depthwise layers"
+    yield Row("depthwise", what, against, None, [x / y for x, y in zip(a, b, strict=True)], "", a, b)
+
+
 def _peak(method: str, network: str, pixels: int) -> float:
     """Megabytes; the second step has the optimisers' moments beside everything else."""
     with Side(method, network, "32", str(pixels)) as side:
