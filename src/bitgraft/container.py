@@ -169,34 +169,45 @@ def _tensors(header: Mapping[str, Any], data: memoryview) -> dict[str, Tensor]:
     start, reached, found = 8 + size, 0, {}
     room = len(data) - start
     whole = torch.frombuffer(data, dtype=torch.uint8)  # one storage for all: a thousand tasks have 300,000 tensors
+    storage, blanks = whole.untyped_storage(), {dtype: whole.new_empty(0, dtype=dtype) for dtype in KINDS.values()}
     entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
-    for name, entry in sorted(entries, key=lambda pair: tuple(pair[1]["data_offsets"])):
+    for name, entry in sorted(entries, key=lambda pair: pair[1]["data_offsets"]):
         dtype, shape, (begin, end) = KINDS[entry["dtype"]], entry["shape"], entry["data_offsets"]
         if type(begin) is not int or type(end) is not int or begin != reached or len(entry) != 3:
             raise ValueError(f"{name!r} does not begin where the tensor before it ends")
-        if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+        if not isinstance(shape, list) or not _are_sizes(shape):
             raise ValueError(f"{name!r} has no shape")
         if math.prod(shape) * dtype.itemsize != end - begin or end > room:
             raise ValueError(f"{name!r} does not take the bytes that its shape and dtype give")
-        found[name], reached = _on_a_line(_in_place(whole, dtype, shape, start + begin)), end
+        place, astray = divmod(start + begin, dtype.itemsize)
+        if astray or sys.byteorder != "little":  # bitgraft's own files are aligned
+            tensor = _copied(whole, dtype, shape, start + begin)
+        else:  # not a view, which would keep what it is a view of beside it
+            tensor = blanks[dtype].data.set_(storage, place, shape)  # type: ignore[call-overload]
+        if len(shape) > 1 and dtype.is_floating_point:
+            tensor = _on_a_line(tensor)
+        found[name], reached = tensor, end
     if reached != room:
         raise ValueError("there are bytes behind the last tensor")
     return found
 
 
-def _on_a_line(tensor: Tensor) -> Tensor:
+def _are_sizes(shape: list[Any]) -> bool:
+    for size in shape:  # noqa: SIM110 - all(...) takes three times as long, and this is asked of every tensor
+        if type(size) is not int or size < 0:
+            return False
+    return True
+
+
+def _on_a_line(matrix: Tensor) -> Tensor:
     """Matrices begin on a cache line, as torch allocates them: a product's last bit depends on where they lie."""
-    movable = tensor.is_floating_point() and tensor.dim() > 1
-    return tensor.clone() if movable and tensor.data_ptr() % LINE else tensor
+    return matrix.clone() if matrix.data_ptr() % LINE else matrix
 
 
-def _in_place(whole: Tensor, dtype: torch.dtype, shape: list[int], begin: int) -> Tensor:
-    """A tensor there; not a view, which would keep what it is a view of beside it."""
-    if begin % dtype.itemsize or sys.byteorder != "little":  # bitgraft's own files are aligned
-        kind = np.dtype(str(dtype).removeprefix("torch.")).newbyteorder("<")
-        values = np.frombuffer(whole.numpy(), kind, math.prod(shape), begin)
-        return torch.from_numpy(values.astype(kind.newbyteorder("="))).view(shape)
-    return torch.empty(0, dtype=dtype).set_(whole.untyped_storage(), begin // dtype.itemsize, shape)  # type: ignore[call-overload,no-any-return]
+def _copied(whole: Tensor, dtype: torch.dtype, shape: list[int], begin: int) -> Tensor:
+    kind = np.dtype(str(dtype).removeprefix("torch.")).newbyteorder("<")
+    values = np.frombuffer(whole.numpy(), kind, math.prod(shape), begin)
+    return torch.from_numpy(values.astype(kind.newbyteorder("="))).view(shape)
 
 
 def _digest(data: memoryview) -> str:

@@ -13,7 +13,7 @@ from bitgraft.layers import is_norm
 from bitgraft.masks import packed_size
 from bitgraft.methods import registry
 from bitgraft.task import Card, Task
-from bitgraft.transforms import Transform
+from bitgraft.transforms import Transform, Weight
 
 
 def revive(
@@ -24,27 +24,32 @@ def revive(
     `before` are the transforms of the tasks that it leans on, in its file's order.
     """
     card, parts, owned = archive.card, archive.parts(), archive.owned()
-    _check_places(archive, anatomy)
+    base = {name: anatomy.tensor(name) for name in anatomy.places}
+    _check_places(archive, anatomy, base)
     options = registry.get(card.method).with_options(card.options)
     transforms = {}
     for name in archive.shapes:
-        blank = _blank_transform(card, anatomy, name, options, registry.at(name, before))
-        transforms[name] = _fill(blank, name, anatomy.tensor(name), parts.get(name, {}))
-    _check_owned(card, anatomy, owned, options)
-    _check_classes(archive, anatomy)
-    counters = {n: anatomy.tensor(n).clone() for n in anatomy.places if n.endswith(COUNTER)}
-    whole = owned | {n: t for n, t in counters.items() if n.replace(COUNTER, "running_mean") in owned}
-    held = {n: _like(anatomy.tensor(n), whole[n]) for n in anatomy.places if n in whole}
-    task = Task(card, anatomy, transforms, held, _revive_head(archive, anatomy, head)).freeze()
+        blank = _blank_transform(card, describe(anatomy, name), base[name], options, registry.at(name, before))
+        transforms[name] = _fill(blank, name, base[name], parts.get(name, {}))
+    _check_owned(card, anatomy, base, owned, options)
+    _check_classes(archive, anatomy, base)
+    counters = {n: t.clone() for n, t in base.items() if n.endswith(COUNTER) and _mean_beside(n) in owned}
+    whole = owned | counters
+    held = {n: _like(t, whole[n]) for n, t in base.items() if n in whole}
+    task = Task(card, anatomy, transforms, held, _revive_head(archive, anatomy, head))
     task.metrics = dict(archive.metrics)
     return task
 
 
-def _check_places(archive: Archive, anatomy: Anatomy) -> None:
+def _mean_beside(counter: str) -> str:
+    return counter.removesuffix(COUNTER) + "running_mean"
+
+
+def _check_places(archive: Archive, anatomy: Anatomy, base: Mapping[str, Tensor]) -> None:
     """The backbone has the weights that the file states, of those shapes, and the head where the file says."""
     task, head = f"task {archive.card.name!r}", archive.head_layer
     for name, shape in archive.shapes.items():
-        found = anatomy.tensor(name) if name in anatomy.places else None
+        found = base.get(name)
         if not isinstance(found, nn.Parameter) or not found.is_floating_point() or found.dim() < 2:
             raise WrongBackboneError(f"{task} transforms {name!r}, which is no weight of the backbone")
         if found.shape != shape:
@@ -59,29 +64,32 @@ def _check_places(archive: Archive, anatomy: Anatomy) -> None:
 
 
 def _blank_transform(
-    card: Card, anatomy: Anatomy, name: str, options: registry.Options, before: Sequence[Transform]
+    card: Card, weight: Weight, tensor: Tensor, options: registry.Options, before: Sequence[Transform]
 ) -> Transform:
     """A transform of the right make, whose values are still to come."""
     build = registry.get(card.method).build
     try:
-        blank = build(describe(anatomy, name), anatomy.tensor(name).detach(), options, None, before) if build else None
+        blank = build(weight, tensor.detach(), options, None, before) if build else None
     except TaskError as cause:
         raise CorruptError(f"task {card.name!r} cannot have been made as its file says ({cause})") from cause
     if blank is None:
-        raise CorruptError(f"task {card.name!r} has parts for {name!r}, which method {card.method!r} leaves alone")
+        raise CorruptError(
+            f"task {card.name!r} has parts for {weight.name!r}, which method {card.method!r} leaves alone"
+        )
     return blank
 
 
 def _fill(blank: Transform, name: str, weight: Tensor, parts: Mapping[str, Tensor]) -> Transform:
     buffers = blank.named_buffers() if blank.tail is not None else ()
     counters = {part: torch.zeros_like(t) for part, t in buffers if part.endswith(COUNTER)}
+    device = weight.device
     for part, tensor in parts.items():
         kind = "nothing" if part in counters else torch.uint8 if part in PACKED else torch.float32
         if tensor.dtype != kind:
             raise CorruptError(f"'{name}:{part}' is {tensor.dtype}, where {kind} belongs; the file is not usable")
         if part in PACKED and _has_tail(tensor, weight.numel()):
             raise CorruptError(f"'{name}:{part}' has bits set behind the last weight; the file is not usable")
-    blank.restore({part: tensor.to(weight.device) for part, tensor in {**parts, **counters}.items()})
+    blank.restore({part: tensor.to(device) for part, tensor in {**parts, **counters}.items()})
     return blank
 
 
@@ -89,23 +97,25 @@ def _has_tail(packed: Tensor, count: int) -> bool:
     return count % 8 != 0 and packed.shape == (packed_size(count),) and int(packed[-1]) >> count % 8 != 0
 
 
-def _check_owned(card: Card, anatomy: Anatomy, owned: Mapping[str, Tensor], options: registry.Options) -> None:
+def _check_owned(
+    card: Card, anatomy: Anatomy, base: Mapping[str, Tensor], owned: Mapping[str, Tensor], options: registry.Options
+) -> None:
     """Head apart, a task owns what its method and options give it, nothing else, and no half of a norm layer."""
     method, head = registry.get(card.method), set(anatomy.head_names())
     norms = _norm_tensors(anatomy)
-    asked = {name for name in anatomy.places if any(fnmatchcase(name, pattern) for pattern in options.own)}
+    asked = {name for pattern in options.own for name in base if fnmatchcase(name, pattern)}
     for name, tensor in owned.items():
-        if name not in anatomy.places:
+        if name not in base:
             raise WrongBackboneError(f"task {card.name!r} replaces {name!r}, which the backbone does not have")
         if name not in head:
-            _check_fit(card, name, tensor, anatomy.tensor(name))
+            _check_fit(card, name, tensor, base[name])
             given = name in asked or (options.norms if name in norms else method.owns_everything)
             if not given or name.endswith(COUNTER):
                 raise CorruptError(f"task {card.name!r} has {name!r}, which method {card.method!r} leaves alone")
     layers = {norms[name] for name in owned if name in norms and name not in asked}
     needed = {name for name, layer in norms.items() if layer in layers}
     if method.owns_everything:
-        needed |= anatomy.places.keys() - norms.keys() - head
+        needed |= base.keys() - norms.keys() - head
     if missing := sorted(name for name in needed - owned.keys() if not name.endswith(COUNTER)):
         raise CorruptError(f"task {card.name!r} lacks {missing[0]!r}; the file is not usable")
 
@@ -126,13 +136,15 @@ def _tensors_of(path: str, module: nn.Module) -> list[str]:
 
 
 def _check_fit(card: Card, name: str, tensor: Tensor, model: Tensor, outputs: int | None = None) -> None:
-    shape = model.shape if outputs is None else torch.Size((outputs, *model.shape[1:]))
+    shape = model.shape if outputs is None else (outputs, *model.shape[1:])
     if tensor.shape != shape:
         raise WrongBackboneError(
             f"task {card.name!r} has {name!r} of shape {tuple(tensor.shape)}, the backbone takes {tuple(shape)}"
         )
+    if tensor.dtype == torch.float32 and model.is_floating_point():
+        return
     kind = torch.float32 if isinstance(model, nn.Parameter) and model.is_floating_point() else stored_dtype(model)
-    if tensor.dtype not in ((torch.float32, torch.float64) if kind == torch.float64 else (kind,)):
+    if tensor.dtype != kind:
         raise CorruptError(f"task {card.name!r} has {name!r} in {tensor.dtype}, where {kind} belongs: not usable")
 
 
@@ -143,12 +155,12 @@ def _like(model: Tensor, tensor: Tensor) -> Tensor:
     """
     learned = isinstance(model, nn.Parameter)
     placed = tensor.to(model.device, tensor.dtype if learned else model.dtype)
-    if placed.shape == model.shape and placed.stride() != model.stride():
+    if placed.stride() != model.stride() and placed.shape == model.shape:
         placed = torch.empty_like(model, dtype=placed.dtype).copy_(placed)
     return nn.Parameter(placed, requires_grad=False) if learned else placed
 
 
-def _check_classes(archive: Archive, anatomy: Anatomy) -> None:
+def _check_classes(archive: Archive, anatomy: Anatomy, base: Mapping[str, Tensor]) -> None:
     """The head's tensors are all there, in its shape, with one row for each class."""
     card, head = archive.card, set(anatomy.head_names())
     count = len(card.classes or ())
@@ -160,7 +172,7 @@ def _check_classes(archive: Archive, anatomy: Anatomy) -> None:
         if rows.keys() != head or not head:
             raise CorruptError(f"task {card.name!r} should have {sorted(head)} for its head; the file is not usable")
         for name in rows:
-            _check_fit(card, name, own[name], anatomy.tensor(name), count)
+            _check_fit(card, name, own[name], base[name], count)
     elif head & own.keys():
         raise CorruptError(f"task {card.name!r} has {sorted(head & own.keys())}, but no head that takes them")
     elif card.head == "linear":
@@ -213,4 +225,4 @@ def _revive_head(archive: Archive, anatomy: Anatomy, given: nn.Module | None) ->
     device = anatomy.tensor(next(iter(anatomy.places))).device
     dtypes = {name: tensor.dtype for name, tensor in given.state_dict().items()}
     given.load_state_dict({name: t.to(device, dtypes[name]) for name, t in state.items()}, assign=True)
-    return given.to(device)
+    return given.to(device).requires_grad_(False)

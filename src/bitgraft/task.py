@@ -55,8 +55,8 @@ class Task(nn.Module):
         self.lessons = 0  # counts the times that it ran to learn, after which an optimiser may have written to it
         self.shared: frozenset[str] = frozenset()  # tensors of the backbone that learn along with it (joint training)
         self._learned: tuple[int, list[nn.Parameter]] = (-1, [])
-        self._transforms = nn.ModuleDict({dotless(name): transform for name, transform in transforms.items()})
-        self._owned = nn.Module()
+        self._transforms, self._owned = nn.ModuleDict(), nn.Module()
+        self._transforms._modules.update((dotless(name), transform) for name, transform in transforms.items())
         for name, tensor in owned.items():
             _register(self._owned, name, tensor)
         self.head = head

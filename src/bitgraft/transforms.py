@@ -74,7 +74,7 @@ class Transform(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tail = None
+        self.__dict__["tail"] = None  # what `self.tail = None` comes to, without looking for tensors
 
     def forward(self, weight: Tensor) -> Tensor:
         raise NotImplementedError
@@ -112,8 +112,8 @@ class Prunable(Protocol):
 
 def expect(shapes: Mapping[str, tuple[int, ...]], parts: Mapping[str, Tensor]) -> None:
     """Refuse parts whose names or shapes are not those expected."""
-    found = {name: tuple(t.shape) for name, t in parts.items()}
-    if found != dict(shapes):
+    if {name: t.shape for name, t in parts.items()} != shapes:
+        found = {name: tuple(t.shape) for name, t in parts.items()}
         raise CorruptError(f"a transform's parts should be {dict(shapes)}, the file has {found}; it is not usable")
 
 
@@ -132,14 +132,15 @@ class Masked(Transform):
     shift: nn.Parameter | None
     constants: Tensor
     packed: Tensor | None
+    weight: Weight
+    rule: MaskRule
+    follows: bool
 
     def __init__(self, weight: Weight, rule: MaskRule, scores: Tensor | None) -> None:
         super().__init__()
-        self.weight, self.rule = weight, rule
-        self.follows = False
-        if scores is None:  # `restore` will bring the values
-            size, channels = packed_size(weight.shape.numel()), (weight.outputs,) if rule.per_channel else ()
-            self._hold(torch.empty(size, dtype=torch.uint8), torch.empty(4, *channels))
+        self.__dict__.update(weight=weight, rule=rule, follows=False)  # no tensors, which `__setattr__` would look for
+        if scores is None:
+            self._hold(None, None)  # until `restore` brings them
             return
         k = torch.tensor([START[i] if v is None else v for i, v in enumerate(rule.fixed)], device=scores.device)
         if rule.per_channel:
@@ -213,14 +214,20 @@ class Masked(Transform):
             self._hold(**self.parts())
 
     def parts(self) -> dict[str, Tensor]:
+        if self.scores is None and self.packed is None:  # values are still to come: sizes alone
+            kinds = {"mask": torch.uint8, "k": torch.float32}
+            return {name: torch.empty(size, dtype=kinds[name], device="meta") for name, size in self._sizes().items()}
         packed = self.packed if self.packed is not None else pack(self.mask())
         return {"mask": packed, "k": self.values().detach()}
 
     def restore(self, parts: Mapping[str, Tensor]) -> None:
-        size = packed_size(self.weight.shape.numel())
-        expect({"mask": (size,), "k": (4, self.weight.outputs) if self.rule.per_channel else (4,)}, parts)
+        expect(self._sizes(), parts)
         self._hold(parts["mask"], parts["k"])
 
-    def _hold(self, mask: Tensor, k: Tensor) -> None:
+    def _sizes(self) -> dict[str, tuple[int, ...]]:
+        k = (4, self.weight.outputs) if self.rule.per_channel else (4,)
+        return {"mask": (packed_size(self.weight.shape.numel()),), "k": k}
+
+    def _hold(self, mask: Tensor | None, k: Tensor | None) -> None:
         self._parameters.update(scores=None, k=None, shift=None)
         self._buffers.update(packed=mask, constants=k)
