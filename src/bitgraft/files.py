@@ -46,7 +46,7 @@ def aligned_room(size: int) -> memoryview:
     matrices lie, and torch's own begin there."""
     if sys.platform == "win32":
         return memoryview(mmap.mmap(-1, max(1, size)))[:size]
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)  # shared pages take half as long again
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)  # shared pages are slower
     return memoryview(mmap.mmap(-1, max(1, size), flags))[:size]
 
 
