@@ -21,7 +21,7 @@ from bitgraft.training.batches import Batches
 from bitgraft.training.config import DECATHLON, IMAGENET_TO_SKETCH, QUICK, Config, preset
 from bitgraft.training.evaluation import score
 from bitgraft.training.loop import StoppedError, fit
-from bitgraft.training.optimisers import build, centre, rate_factor
+from bitgraft.training.optimisers import build, centre, rate_factor, steady
 
 
 def backbone() -> nn.Module:
@@ -285,6 +285,30 @@ def test_centred_gradients_have_no_mean_over_a_filter():
     for role in ("scores", "weights"):
         for mine, theirs in zip(learned[role].grad, before[role], strict=True):
             assert torch.allclose(mine, theirs - theirs.mean(), atol=1e-6)
+
+
+def test_steady_gradients_are_at_most_what_adam_remembers():
+    parameter, still = (torch.nn.Parameter(torch.zeros(3, 4)) for _ in range(2))
+    config = Config(steady=True)
+    optimizers = build([("scores", parameter), ("norms", still)], config, registry.get("full").phases[0])
+    seen = [torch.randn(3, 4) * size for size in (1.0, 3.0, 0.5)]
+    for grad in seen:
+        parameter.grad = grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    weights = [0.999 ** (len(seen) - 1 - i) for i in range(len(seen))]
+    past = sum(w * g.square() for w, g in zip(weights, seen, strict=True)) / sum(weights)  # Adam's, without its bias
+    for size in (0.01, 100.0):
+        grad = torch.randn(3, 4) * size
+        parameter.grad = grad.clone()
+        steady(optimizers)
+        bound = min(1.0, float(past.sum().sqrt() / grad.norm()))
+        assert torch.allclose(parameter.grad, grad * bound, rtol=1e-4)
+        assert (bound == 1.0) == (size < 1)
+    assert still.grad is None
+    parameter.grad = torch.zeros(3, 4)
+    steady(optimizers)
+    assert torch.equal(parameter.grad, torch.zeros(3, 4))
 
 
 def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_good_state(tmp_path):

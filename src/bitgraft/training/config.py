@@ -39,6 +39,9 @@ class Config:
     centre: bool = False
     """Take the mean off each filter's gradient. Else a step moves all of a filter at once, which an input with a mean
     of its own (a white page) feels most."""
+    steady: bool = False
+    """Hold the norm of each tensor's gradient to that of its past ones, by Adam's second moment. Else a step too far
+    makes gradients larger, and those the next step, until the network answers the same to every image."""
     statistics: Literal["batch", "kept"] = "batch"
     """What a task's own norm layers normalise by in training: the batch, or running statistics that stay as they are
     (small images and batches make for poor statistics)."""
@@ -105,6 +108,7 @@ QUICK = Config(
     warmup=1.0,
     follow=1e-3,
     centre=True,
+    steady=True,
     statistics="kept",
     head_start=True,
 )

@@ -24,6 +24,7 @@ def build(learned: Iterable[tuple[str, nn.Parameter]], config: Config, phase: Ph
             {
                 "params": parameters,
                 "centred": config.centre and role in ("scores", "weights"),
+                "steady": config.steady and kind == "adam",
                 "lr": phase.rate if phase.rate is not None else config.rates[role],
                 "weight_decay": config.weight_decay.get(role, 0.0),
             }
@@ -79,10 +80,29 @@ def centre(optimizers: Iterable[torch.optim.Optimizer]) -> None:
                     parameter.grad -= parameter.grad.mean(tuple(range(1, parameter.dim())), keepdim=True)
 
 
+@torch.no_grad()
+def steady(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Scale a tensor's gradient down to the root mean square that Adam remembers of it, where the configuration says
+    so (as StableAdamW does with its steps). Nothing is kept but Adam's own state."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"] if group.get("steady") else ():
+                known = optimizer.state.get(parameter)
+                if parameter.grad is None or not known:
+                    continue
+                past = known["exp_avg_sq"].sum() / (1 - group["betas"][1] ** known["step"])
+                now = parameter.grad.square().sum().clamp(min=torch.finfo(past.dtype).tiny)
+                parameter.grad *= (past / now).sqrt().clamp(max=1)
+
+
 def advance(optimizers: Sequence[Any], scaler: torch.amp.GradScaler | None) -> None:
     """One step of each, as accelerate wraps them. The scaler of fp16 may move only when all have taken theirs;
     accelerate would move it after each."""
+    if scaler is not None:
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer.optimizer)
     centre(optimizers)
+    steady(optimizers)
     for optimizer in optimizers:
         if scaler is None:
             optimizer.step()
