@@ -100,7 +100,7 @@ IMAGENET_TO_SKETCH = Config(size=224, crop="random-resized")
 DECATHLON = Config(epochs=60, drop_after=45, size=64, resize=72)
 QUICK = Config(
     steps=250,
-    rates={"scores": 1e-3, "k": 1e-3, "shift": 1e-4, "weights": 1e-3, "norms": 3e-4, "head": 3e-4},
+    rates={"scores": 1e-3, "k": 1e-3, "shift": 1e-4, "weights": 1e-3, "norms": 1e-3, "head": 1e-3},
     optimizers=dict.fromkeys(ROLES, "adam"),
     eps=1e-12,
     schedule="cosine",
