@@ -113,6 +113,8 @@ QUICK = Config(
     head_start=True,
 )
 BY_METHOD: Mapping[tuple[str, str], Mapping[str, Any]] = {
+    ("quick", "full"): {"rates": {"k": 3e-3}},
+    ("quick", "simple"): {"rates": {"k": 3e-3}},
     ("quick", "piggyback-bn"): {"rates": {"scores": 3e-4}},
     ("quick", "piggyback"): {"rates": {"scores": 1e-4}},
 }
