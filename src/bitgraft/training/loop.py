@@ -19,7 +19,7 @@ from bitgraft.network import Network
 from bitgraft.task import Task
 from bitgraft.training import optimisers
 from bitgraft.training.batches import Batches, turns
-from bitgraft.training.config import QUICK, Config
+from bitgraft.training.config import Config, preset
 from bitgraft.training.evaluation import Loader, validate
 from bitgraft.training.headstart import fit_head, settle_statistics
 from bitgraft.training.joint import SHARED, Shared, shared_weights
@@ -41,7 +41,7 @@ def fit(
     task: str | Sequence[str],
     train: Any,
     val: Any = None,
-    config: Config = QUICK,
+    config: Config | None = None,
     *,
     loss: Loss | None = None,
     folder: str | Path | None = None,
@@ -57,6 +57,7 @@ def fit(
     Args:
         train: a Dataset of (image, label); for a list of tasks, a mapping from their names.
         val: likewise, for accuracy after each epoch and for keeping the best one.
+        config: by default the `quick` preset, with the rates of the (first) task's method.
         loss: in place of cross entropy, for heads that do not classify.
         folder: where checkpoints go; none are written without one.
         resume: go on from the checkpoint there.
@@ -69,6 +70,7 @@ def fit(
     if isinstance(task, str):
         task, train, val = [task], {task: train}, {task: val}
     accelerator = accelerator or Accelerator()
+    config = config or preset("quick", trainable(net, task[0]).card.method)
     run = _Run(net, list(task), config, accelerator, loss, Path(folder) / "state.pt" if folder is not None else None)
     run.observers, run.stop, run.checkpoint_every = observers, stop, checkpoint_every
     try:
