@@ -6,6 +6,7 @@ import torch
 from tiny import batch, learn, run, tiny
 from torch import nn
 
+from bitgraft import mixture
 from bitgraft.mixture import Mixture
 from bitgraft.network import Network
 
@@ -58,6 +59,18 @@ def test_one_pass_gives_what_one_task_at_a_time_gives(family, passes):
     equal = torch.equal if family != "vit" else torch.allclose  # attention multiplies whole batches at once
     assert all(equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
     assert len({round(float(row[0]), 4) for row in expected}) > 4  # tasks and images tell apart
+    assert len(net.resident) <= 1
+
+
+def test_large_images_run_task_by_task_with_nothing_kept(passes, monkeypatch):
+    monkeypatch.setattr(mixture, "LARGE", 0)
+    x = batch(8)
+    net = taught(tiny(), x)
+    expected = one_by_one(net, x)
+    with torch.inference_mode():
+        found = net(x, task=NAMES)
+    assert len(passes) == len(set(NAMES))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
     assert len(net.resident) <= 1
 
 

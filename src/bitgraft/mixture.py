@@ -20,6 +20,10 @@ from bitgraft.graft import held, slots
 from bitgraft.task import Task
 from bitgraft.tracing import logits, private_copy
 
+LARGE = 3 * 96 * 96
+"""Elements of an image from which on its task's own images are all that the processor's cache has room for: tasks then
+run one after another, still with one layer's weights at a time."""
+
 
 class UnevenError(Exception):
     """The backbone does not keep images apart along the first dimension: tasks must run one by one."""
@@ -78,6 +82,8 @@ class Mixture:
         if self._uneven or not self._takes([task for task, _ in tasks]) or not self._lock.acquire(blocking=False):
             return None
         try:
+            if images[0].numel() > LARGE:
+                return [self(images[list(rows)], [(task, len(rows))], *args, **kwargs)[0] for task, rows in tasks]
             ordered = images[[row for _, rows in tasks for row in rows]]
             return self(ordered, [(task, len(rows)) for task, rows in tasks], *args, **kwargs)
         except UnevenError:
@@ -130,7 +136,7 @@ class Mixture:
             outputs.append(output if tail is None else tail(output))
         self._install({name: self._base[name] for name in names})
         if path != self.anatomy.head:
-            return torch.cat(outputs)
+            return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         if outputs[0].dim() == 3:
             raise UnevenError
         self._widths = [output.shape[1] for output in outputs]
