@@ -27,9 +27,14 @@ def rows(results: dict[str, Any]) -> str:
 def growth(table: list[dict[str, Any]]) -> str:
     lines = ["| " + " | ".join(name.replace("_", " ") for name in table[0]) + " |", "|---" * len(table[0]) + "|"]
     for entry in table:
-        shown = (f"{value:.3g}" if isinstance(value, float) else str(value) for value in entry.values())
-        lines.append("| " + " | ".join(shown) + " |")
+        lines.append("| " + " | ".join(map(_shown, entry.values())) + " |")
     return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def between_marks(page: str, mark: str, text: str) -> str:
