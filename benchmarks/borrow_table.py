@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gathering import add, ensure, put, so_far, spread, suite_at
+from benchmarks.gathering import add, conclude, ensure, so_far, spread, suite_at
 from bitgraft import Network
 from bitgraft.bench.record import store_folder
 from bitgraft.bench.suite import Cell, Suite
@@ -164,10 +164,7 @@ def main() -> None:
         found = domains[domain].measure(net, shots, config, rows_for(given.earlier)[row][1])
         add(given.json, results, {"domain": domain, "shots": shots, "seed": seed, "row": row, **found})
         print(f"{row}, {domain}, {shots} per class, seed {seed}: {100 * found['accuracy']:.1f} %", flush=True)
-    text = table(results)
-    print(f"\n{text}")
-    if given.steps is None and given.json == RESULTS:
-        put(PAGE, "borrow", text)
+    conclude(table(results), PAGE, "borrow", usual=given.steps is None and given.json == RESULTS)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.gathering import add, ensure, put, so_far, spread, suite_at
+from benchmarks.gathering import add, conclude, ensure, so_far, spread, suite_at
 from bitgraft.bench.record import record_path, store_folder
 from bitgraft.bench.suite import Cell, Suite
 from bitgraft.bench.worker import backbone_of
@@ -142,10 +142,7 @@ def main() -> None:
             found = compressed(suite, row, domain, seed, root, given.runs, given.steps or CALIBRATION.steps or 0)
         add(given.json, results, {"row": row, "domain": domain, "seed": seed, **found})
         print(f"{row}, {domain}, seed {seed}: {100 * found['accuracy']:.1f} %", flush=True)
-    text = table(results)
-    print(f"\n{text}")
-    if given.steps is None and given.json == RESULTS:
-        put(PAGE, "compress", text)
+    conclude(table(results), PAGE, "compress", usual=given.steps is None and given.json == RESULTS)
 
 
 if __name__ == "__main__":

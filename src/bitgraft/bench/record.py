@@ -6,7 +6,6 @@ import os
 import platform
 import resource
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import metadata
@@ -24,7 +23,7 @@ from bitgraft.methods import registry
 from bitgraft.report.records import FORMAT, ORIGINAL, RECORD
 from bitgraft.session import Opened, Outcome
 from bitgraft.training.config import Config
-from bitgraft.training.observers import Observer
+from bitgraft.training.observers import Clock
 from bitgraft.training.state import of_task
 
 
@@ -72,32 +71,6 @@ def _is_record_of(path: Path, said: Mapping[str, Any], config: Mapping[str, Any]
             "remove it"
         )
     return True
-
-
-class Clock(Observer):
-    """Time spent on training steps, on the wall and of the processor, and the images that went through them.
-
-    All in this process: a run that goes on after a kill is timed from there.
-    """
-
-    def __init__(self) -> None:
-        self.seconds, self.processor_seconds, self.images = 0.0, 0.0, 0
-        self._restart()
-
-    def _restart(self) -> None:
-        self._since, self._processor_since = time.perf_counter(), time.process_time()
-
-    def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
-        self._restart()
-
-    def step(self, epoch: int, step: int, images: int) -> None:
-        self.seconds += time.perf_counter() - self._since
-        self.processor_seconds += time.process_time() - self._processor_since
-        self.images += images
-        self._restart()
-
-    def epoch(self, record: dict[str, Any]) -> None:
-        self._restart()  # validation is not training
 
 
 def write_run(

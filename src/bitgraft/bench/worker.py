@@ -16,7 +16,7 @@ import torch
 from bitgraft import joint
 from bitgraft.bench.check import demand
 from bitgraft.bench.reading import parse
-from bitgraft.bench.record import Clock, backbone_bits, backbone_file, figures, finished, store_folder, write, write_run
+from bitgraft.bench.record import backbone_bits, backbone_file, figures, finished, store_folder, write, write_run
 from bitgraft.bench.suite import Cell, Suite
 from bitgraft.data.dataset import ImageDataset
 from bitgraft.errors import BitgraftError, SuiteError
@@ -28,6 +28,7 @@ from bitgraft.store import Backbone
 from bitgraft.tracing import logits
 from bitgraft.training import runs as run_folders
 from bitgraft.training.loop import StoppedError
+from bitgraft.training.observers import Clock
 from bitgraft.weights import write_weights
 
 

@@ -1,6 +1,7 @@
 """What a process trains: tasks and nothing else, so that only what they learn is reduced between processes."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -12,7 +13,6 @@ from bitgraft.network import Network
 from bitgraft.task import Task
 from bitgraft.tracing import logits
 from bitgraft.training.depthwise import SmallMaps
-from bitgraft.training.placing import placed
 
 Loss = Callable[[Any, Any], Tensor]
 """(what the network gives, what the data says) -> the mean loss of a batch."""
@@ -27,10 +27,8 @@ class Learner(nn.Module):
         self._net = (net,)
 
     def forward(self, images: Tensor, task: str) -> Any:
-        if images.device.type != "cpu":
+        with SmallMaps() if images.device.type == "cpu" else nullcontext():
             return self._net[0](images, task=task)
-        with SmallMaps():
-            return self._net[0](placed(images, images.device), task=task)
 
 
 class Objective:

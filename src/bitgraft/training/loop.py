@@ -190,10 +190,8 @@ class _Run:
             self._between_steps(index, count)
 
     def _step(self, name: str, batch: tuple[Tensor, Any], whole: int) -> None:
-        images, targets = batch
-        images = placed(images, self.accelerator.device)
-        targets = targets.to(self.accelerator.device, non_blocking=True)
-        world = self.accelerator.num_processes
+        device, world = self.accelerator.device, self.accelerator.num_processes
+        images, targets = placed(batch[0], device), batch[1].to(device, non_blocking=True)
         parts = list(zip(images.chunk(self.config.accumulate), targets.chunk(self.config.accumulate), strict=True))
         for index, (part, wanted) in enumerate(parts):
             last = index == len(parts) - 1

@@ -1,6 +1,7 @@
 """Whoever watches a run: told of its start, steps, looks, epochs and, once, of its end."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +46,37 @@ class JsonLines(Observer):
     def epoch(self, record: dict[str, Any]) -> None:
         self.records.append(record)
         write_atomically(self.path, "".join(json.dumps(r) + "\n" for r in self.records).encode())
+
+
+class Clock(Observer):
+    """Time spent on training steps, on the wall and of the processor, and the images that went through them.
+
+    All in this process: a run that goes on after a kill is timed from there.
+    """
+
+    def __init__(self) -> None:
+        self.seconds, self.processor_seconds, self.images = 0.0, 0.0, 0
+        self._restart()
+
+    def _restart(self) -> None:
+        self._since, self._processor_since = time.perf_counter(), time.process_time()
+
+    def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
+        self._restart()
+
+    def step(self, epoch: int, step: int, images: int) -> None:
+        self.seconds += time.perf_counter() - self._since
+        self.processor_seconds += time.process_time() - self._processor_since
+        self.images += images
+        self._restart()
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        self._restart()  # validation is not training
+
+    @property
+    def rate(self) -> float:
+        """Images a second."""
+        return self.images / max(self.seconds, 1e-9)
 
 
 class TensorBoard(Observer):
