@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bitgraft import kernels
-from bitgraft.affine import MaskRule, _maps, affine
+from bitgraft.affine import MaskRule, affine
 from bitgraft.masks import pack
 from bitgraft.methods.masked import MaskOptions
 from bitgraft.transforms import Masked, Weight
@@ -68,22 +68,21 @@ def test_w_is_the_references_to_the_last_bit_from_scores_and_from_bits(seed, row
     weight, scores, _, k = draw(seed, rows, length, odd)
     mask = scores >= at
     expected = affine(weight, mask, k.view(4, rows, 1))
-    same_bits(kernels.forward(scores, at, weight, _maps(k)), expected)
-    same_bits(kernels.switch(pack(mask), weight, _maps(k)), expected)
+    same_bits(kernels.forward(scores, at, weight, k), expected)
+    same_bits(kernels.switch(pack(mask), weight, k), expected)
     layer = affine(weight, mask, k[:, 0])
-    same_bits(kernels.forward(scores, at, weight, _maps(k[:, 0])), layer)
-    same_bits(kernels.switch(pack(mask), weight, _maps(k[:, 0])), layer)
+    same_bits(kernels.forward(scores, at, weight, k[:, 0]), layer)
+    same_bits(kernels.switch(pack(mask), weight, k[:, 0]), layer)
 
 
 @settings(deadline=None, max_examples=60)
 @given(*SIZES, st.floats(-1, 1, width=32))
 def test_the_gradient_to_m_is_the_references_to_the_last_bit_and_sums_are_exact_enough(seed, rows, length, odd, at):
     weight, scores, grad, k = draw(seed, rows, length, odd)
-    slopes = k[2:].t()
-    to_mask, sums = kernels.backward(grad, scores, at, weight, slopes)
-    same_bits(to_mask, (weight * slopes[:, 1:] + slopes[:, :1]) * grad)
+    to_mask, sums = kernels.backward(grad, scores, at, weight, k)
+    same_bits(to_mask, (weight * k[3][:, None] + k[2][:, None]) * grad)
     g, w, m = grad.double(), weight.double(), (scores >= at).double()
-    exact = torch.stack([(g * w).sum(1), g.sum(1), (g * m).sum(1), (g * w * m).sum(1)], 1)
+    exact = torch.stack([(g * w).sum(1), g.sum(1), (g * m).sum(1), (g * w * m).sum(1)])
     if not odd:
         torch.testing.assert_close(sums.double(), exact, rtol=1e-4, atol=1e-5)
 
@@ -91,14 +90,14 @@ def test_the_gradient_to_m_is_the_references_to_the_last_bit_and_sums_are_exact_
 @pytest.mark.usefixtures("threads")
 def test_results_do_not_depend_on_threads():
     weight, scores, grad, k = draw(1, 3, 5000, False)
-    to_mask, sums = kernels.backward(grad, scores, 0.1, weight, k[2:].t())
+    to_mask, sums = kernels.backward(grad, scores, 0.1, weight, k)
     mask = scores >= 0.1
-    assert torch.equal(kernels.switch(pack(mask), weight, _maps(k)), affine(weight, mask, k.view(4, 3, 1)))
-    assert torch.equal(kernels.forward(scores, 0.1, weight, _maps(k)), affine(weight, mask, k.view(4, 3, 1)))
+    assert torch.equal(kernels.switch(pack(mask), weight, k), affine(weight, mask, k.view(4, 3, 1)))
+    assert torch.equal(kernels.forward(scores, 0.1, weight, k), affine(weight, mask, k.view(4, 3, 1)))
     assert torch.equal(to_mask, (weight * k[3][:, None] + k[2][:, None]) * grad)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    assert torch.equal(sums, kernels.backward(grad, scores, 0.1, weight, k[2:].t())[1])
+    assert torch.equal(sums, kernels.backward(grad, scores, 0.1, weight, k)[1])
     torch.set_num_threads(before)
 
 
@@ -108,7 +107,7 @@ def test_bits_that_lie_anywhere_in_memory_are_read_alike():
     for offset in range(4):
         room = torch.zeros(packed.numel() + 4, dtype=torch.uint8)
         moved = room[offset : offset + packed.numel()].copy_(packed)
-        assert torch.equal(kernels.switch(moved, weight, _maps(k[:, 0])), affine(weight, scores >= 0, k[:, 0]))
+        assert torch.equal(kernels.switch(moved, weight, k[:, 0]), affine(weight, scores >= 0, k[:, 0]))
 
 
 LAYERS = [nn.Conv2d(4, 6, 3), nn.Conv2d(4, 6, 3, groups=2), nn.Linear(7, 5), nn.ConvTranspose2d(4, 6, 3, groups=2)]

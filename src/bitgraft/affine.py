@@ -4,10 +4,8 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from bitgraft import kernels
 from bitgraft.masks import Surrogate, threshold, through_surrogate, unpack
@@ -110,10 +108,13 @@ def mean_size(scores: Tensor, threshold: float, channel: tuple[int, ...]) -> Ten
     return (sums * (sums.numel() / apart.numel())).flatten()
 
 
-def from_bits(weight: Tensor, packed: Tensor, k: Tensor, shape: torch.Size, channel: tuple[int, ...]) -> Tensor:
-    """W~ of a task at rest. `shape` and `channel` are how the weight and a vector of channels broadcast."""
+def from_bits(
+    weight: Tensor, packed: Tensor, k: Tensor, shape: torch.Size, channel: tuple[int, ...], room: Tensor | None = None
+) -> Tensor:
+    """W~ of a task at rest. `shape` and `channel` are how the weight and a vector of channels broadcast; `room` is
+    memory for as many elements that may be used for it."""
     if weight.is_contiguous() and _in_rows(channel) and kernels.suits(weight):
-        return kernels.switch(packed, weight, _kept_maps(k))
+        return kernels.switch(packed, weight, k, room if room is None else room.view(weight.shape))
     mask = strided_like(weight, unpack(packed, weight.shape))
     if shape == weight.shape:  # a view would have other strides where a dimension has size 1
         return affine(weight, mask, k.view(4, *channel))
@@ -140,7 +141,7 @@ class LearnedAffine(torch.autograd.Function):
         ctx.save_for_backward(scores, values, weight)
         ctx.rule, ctx.coordinates, ctx.channel, ctx.shifted = rule, coordinates, channel, shift is not None
         if _in_rows(channel) and kernels.suits(weight, scores):
-            return kernels.forward(scores, rule.threshold, weight, _maps(values))
+            return kernels.forward(scores, rule.threshold, weight, values)
         return affine(weight, threshold(scores, rule.threshold, scores.dtype), values.view(4, *channel))
 
     @staticmethod
@@ -149,11 +150,12 @@ class LearnedAffine(torch.autograd.Function):
         scores, values, weight = ctx.saved_tensors
         rule: MaskRule = ctx.rule
         follows = ctx.coordinates.follows
+        to_mask: Tensor | None
+        sums: Tensor | None
         if _in_rows(ctx.channel) and grad.dtype == torch.float32 and kernels.suits(weight, scores):
-            found = _fast_gradients(grad, scores, values, weight, rule)
+            to_mask, sums = kernels.backward(strided_like(weight, grad), scores, rule.threshold, weight, values)
         else:
-            found = _gradients(grad, scores, values, weight, rule, ctx.channel, ctx.needs_input_grad)
-        to_mask, sums = found
+            to_mask, sums = _gradients(grad, scores, values, weight, rule, ctx.channel, ctx.needs_input_grad)
         to_scores = to_k = to_shift = None
         if to_mask is not None:
             to_scores = through_surrogate(to_mask, scores, rule.threshold, rule.surrogate).to(scores.dtype)
@@ -168,38 +170,6 @@ class LearnedAffine(torch.autograd.Function):
 def _in_rows(channel: tuple[int, ...]) -> bool:
     """One k for all, or one for each index of the first dimension: then a k belongs to one stretch of memory."""
     return all(size == 1 for size in channel[1:])
-
-
-_known: Any = WeakTensorKeyDictionary()
-
-
-def _kept_maps(k: Tensor) -> Tensor:
-    """The same, remembered for as long as nobody writes to k: to compute them takes as long as a small weight does."""
-    if k.is_inference():
-        return _maps(k)
-    version, maps = _known.get(k, (None, k))
-    if version != k._version:
-        maps = _maps(k).contiguous()
-        _known[k] = k._version, maps
-    found: Tensor = maps
-    return found
-
-
-BASE, EXTRA, BIT = [0, 1, 0, 1], [3, 2, 3, 2], np.array([[0], [0], [1], [1]], np.float32)
-
-
-def _maps(k: Tensor) -> Tensor:
-    """Scale and shift for a bit of 0, then for a bit of 1: a row for the layer, or one for each channel."""
-    rows = k.detach().float().view(4, -1).numpy()  # NumPy takes a few microseconds here where torch takes seventy
-    return torch.from_numpy((rows[BASE] + rows[EXTRA] * BIT).T)  # as `affine` has it, infinities included
-
-
-def _fast_gradients(
-    grad: Tensor, scores: Tensor, values: Tensor, weight: Tensor, rule: MaskRule
-) -> tuple[Tensor | None, Tensor | None]:
-    slopes = values.view(4, -1)[2:].t().float()
-    to_mask, sums = kernels.backward(strided_like(weight, grad), scores, rule.threshold, weight, slopes)
-    return to_mask, sums.t()
 
 
 def _gradients(

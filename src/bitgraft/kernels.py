@@ -35,31 +35,34 @@ def suits(*tensors: Tensor) -> bool:
     )
 
 
-def switch(packed: Tensor, weight: Tensor, maps: Tensor) -> Tensor:
-    """W~ from packed bits: weight * maps[r, 2 bit] + maps[r, 2 bit + 1], where r is the weight's row, or 0 for all."""
-    out, rows = torch.empty_like(weight, requires_grad=False), maps.contiguous()
-    places = _places("switch", weight.numel(), len(rows))
-    _run("switch", places, packed.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0, rows.data_ptr(), 0, 0)
+def switch(packed: Tensor, weight: Tensor, k: Tensor, out: Tensor | None = None) -> Tensor:
+    """W~ from packed bits, with k0..k3 for the layer, (4,), or for each of the weight's rows, (4, rows)."""
+    out, k = torch.empty_like(weight, requires_grad=False) if out is None else out, _held(k)
+    _run("switch", weight, k, packed.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0, k.data_ptr(), 0, 0)
     return out
 
 
-def forward(scores: Tensor, threshold: float, weight: Tensor, maps: Tensor) -> Tensor:
+def forward(scores: Tensor, threshold: float, weight: Tensor, k: Tensor) -> Tensor:
     """W~ from R, with the bit 1[R >= threshold]."""
-    out, rows, at = torch.empty_like(weight, requires_grad=False), maps.contiguous(), np.array([threshold], np.float32)
-    places = _places("forward", weight.numel(), len(rows))
+    out, k, at = torch.empty_like(weight, requires_grad=False), _held(k), np.array([threshold], np.float32)
     one, two = scores.data_ptr(), weight.data_ptr()
-    _run("forward", places, one, at.ctypes.data, two, out.data_ptr(), 0, rows.data_ptr(), 0, 0)
+    _run("forward", weight, k, one, at.ctypes.data, two, out.data_ptr(), 0, k.data_ptr(), 0, 0)
     return out
 
 
-def backward(grad: Tensor, scores: Tensor, threshold: float, weight: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
-    """dE/dM = dE/dW~ ∘ (k2 + k3 W), with (k2, k3) in the rows of `slopes`; and dE/dk, a row for each of those."""
-    out, rows, at = torch.empty_like(grad), slopes.contiguous(), np.array([threshold], np.float32)
-    places = _places("backward", weight.numel(), len(rows))
-    sums = torch.zeros(len(places), 4, dtype=torch.float64)
-    one, two, three = scores.data_ptr(), weight.data_ptr(), rows.data_ptr()
-    _run("backward", places, one, at.ctypes.data, two, out.data_ptr(), 0, three, grad.data_ptr(), sums.data_ptr())
-    return out, sums.view(len(rows), -1, 4).sum(1).float()
+def backward(grad: Tensor, scores: Tensor, threshold: float, weight: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """dE/dM = dE/dW~ ∘ (k2 + k3 W), and dE/dk in the shape of k."""
+    out, k, at = torch.empty_like(grad), _held(k), np.array([threshold], np.float32)
+    rows = k.numel() // 4
+    sums = torch.zeros(rows, len(_places("backward", weight.numel(), rows)) // rows, 4, dtype=torch.float64)
+    one, two, three = scores.data_ptr(), weight.data_ptr(), k.data_ptr()
+    _run("backward", weight, k, one, at.ctypes.data, two, out.data_ptr(), 0, three, grad.data_ptr(), sums.data_ptr())
+    return out, sums.sum(1).float().t().reshape(k.shape)
+
+
+def _held(k: Tensor) -> Tensor:
+    """As the loops read it."""
+    return k.detach().float().contiguous()
 
 
 @functools.cache
@@ -91,18 +94,22 @@ def _places(name: str, count: int, rows: int) -> NDArray[np.int64]:
     fields = np.zeros((len(starts), 8), np.int64)
     fields[:, 2] = fields[:, 3] = 4 * starts
     fields[:, 4] = sizes
+    fields[:, 5] = 4 * row
     if name == "switch":
-        fields[:, 0], fields[:, 1], fields[:, 5] = starts // 8, starts % 8, 16 * row
+        fields[:, 0], fields[:, 1] = starts // 8, starts % 8
     else:
-        fields[:, 0], fields[:, 5] = 4 * starts, (16 if name == "forward" else 8) * row
-        fields[:, 6], fields[:, 7] = 4 * starts, 32 * np.arange(len(starts))
+        fields[:, 0] = fields[:, 6] = 4 * starts
+        fields[:, 7] = 32 * np.arange(len(starts))
     return fields
 
 
-def _run(name: str, places: NDArray[np.int64], *begins: int) -> None:
-    job = np.empty(2 + places.size, np.int64)
-    job[0], job[1] = 0, len(places)  # the counter, and up to where
-    np.add(places, begins, out=job[2:].reshape(places.shape))
+def _run(name: str, weight: Tensor, k: Tensor, *begins: int) -> None:
+    """Do all pieces of a weight; `begins` are where the arrays begin that the fields of a piece are counted from."""
+    rows = k.numel() // 4
+    places = _places(name, weight.numel(), rows)
+    job = np.empty(3 + places.size, np.int64)
+    job[:3] = 0, len(places), 4 * rows  # the counter, up to where, and from one k to the next
+    np.add(places, begins, out=job[3:].reshape(places.shape))
     function, address = getattr(native(), name), job.ctypes.data
     threads = 1 if _forked else min(torch.get_num_threads(), len(places))
     if threads == 1:

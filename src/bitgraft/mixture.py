@@ -1,13 +1,14 @@
 """Several tasks in one pass over the backbone: at each layer one task after another, each on its own images.
 
-A layer's weights are computed for one task, used, and gone before the next task's: they hardly leave the processor's
+A layer's weights are computed for one task, used, and overwritten by the next task's: they hardly leave the processor's
 cache, and at no time is more than one layer of one task there. So a batch over many tasks needs the memory of one
-network and the tasks' bits.
+network, of its largest layer and of the tasks' bits.
 """
 
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,10 +40,10 @@ class Part:
     def replaces(self, name: str) -> bool:
         return name in self.transforms or name in self.owned
 
-    def tensor(self, name: str, model: Tensor) -> Tensor:
+    def tensor(self, name: str, model: Tensor, room: Tensor) -> Tensor:
         transform = self.transforms.get(name)
         if transform is not None:
-            return held(model, transform(model.detach()))
+            return held(model, transform.at_rest(model.detach(), room))
         owned = self.owned.get(name, model)
         return owned if owned.dtype == model.dtype else held(model, owned.to(model.dtype))
 
@@ -74,6 +75,10 @@ class Mixture:
         for path in self._layers:
             layer = self._module.get_submodule(path)
             layer.forward = partial(self._run, path, layer.forward)
+        self._spots = {path: _side_by_side(anatomy, self._names[path]) for path in self._layers}
+        with torch.inference_mode(False):
+            ends = [spot.stop for spots in self._spots.values() for spot in spots.values()]
+            self._room = torch.empty(max(ends, default=0))
 
     def scores(
         self, images: Tensor, tasks: Sequence[tuple[Task, Sequence[int]]], *args: Any, **kwargs: Any
@@ -129,9 +134,9 @@ class Mixture:
             return forward(x, *args, **kwargs)
         if args or kwargs or len(x) != total or (x.dim() == 3 and x.shape[1] == total):  # which of the two are images?
             raise UnevenError
-        outputs = []
+        outputs, spots = [], self._spots[path]
         for part, images in zip(self._parts, torch.split(x, self._images), strict=True):
-            self._install({name: part.tensor(name, self._base[name]) for name in names})
+            self._install({name: part.tensor(name, self._base[name], self._room[spots[name]]) for name in names})
             output, tail = forward(images), part.tail(names)
             outputs.append(output if tail is None else tail(output))
         self._install({name: self._base[name] for name in names})
@@ -146,6 +151,13 @@ class Mixture:
         for name, tensor in tensors.items():
             for holder, key in self._slots[name]:
                 holder[key] = tensor
+
+
+def _side_by_side(anatomy: Anatomy, names: Sequence[str]) -> dict[str, slice]:
+    """A stretch of one memory for each of a layer's tensors, none for those that no mask takes."""
+    sizes = [anatomy.weights[name].shape.numel() if name in anatomy.weights else 0 for name in names]
+    ends = list(accumulate(sizes))
+    return {name: slice(end - size, end) for name, size, end in zip(names, sizes, ends, strict=True)}
 
 
 def _replaced(task: Task) -> set[str]:

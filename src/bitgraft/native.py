@@ -1,9 +1,10 @@
 """The compiled loops behind `bitgraft.kernels`, for float32 on a CPU. To import this is to compile them once.
 
 Each is a C function that several threads call at once with the same job: an array of 64-bit integers that holds a
-counter, the number of pieces, and for each piece its addresses and sizes. A thread takes the next piece until there is
-none. So it does not matter how many threads there are or whose they are, and what a piece sums up does not depend on
-it. Products and sums are not contracted (no FMA): each operation rounds as PyTorch's own does.
+counter, the number of pieces, how many bytes lie between one k and the next, and for each piece its addresses and
+sizes. A thread takes the next piece until there is none. So it does not matter how many threads there are or whose
+they are, and what a piece sums up does not depend on it. Products and sums are not contracted (no FMA): each
+operation rounds as PyTorch's own does.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-FIELDS = 8  # integers for a piece
+HEADER, FIELDS = 3, 8  # integers before the pieces, and for a piece
+PLACES = np.array([1 << place for place in range(32)], np.uint32)  # numba would shift in 64 bits: half as fast
 BLOCK = 1024  # elements that are summed in float32 before float64 takes over
 
 
@@ -42,10 +44,25 @@ def _floats(address, count):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _bit_by_bit(bits, first, weight, out, maps):  # type: ignore[no-untyped-def]
+def _job(address):  # type: ignore[no-untyped-def]
+    header = carray(_pointer(address), (HEADER,), np.int64)
+    return carray(_pointer(address + 8 * HEADER), (header[1], FIELDS), np.int64), header[2]
+
+
+@njit
+def _maps(k, stride):  # type: ignore[no-untyped-def]
+    """Scales for bits of 0 and of 1, then shifts, as `affine` computes them, infinities included."""
+    k0, k1 = _floats(k, 1)[0], _floats(k + stride, 1)[0]
+    k2, k3 = _floats(k + 2 * stride, 1)[0], _floats(k + 3 * stride, 1)[0]
+    none = np.float32(0)
+    return k3 * none + k0, k3 + k0, k2 * none + k1, k2 + k1
+
+
+@njit
+def _bit_by_bit(bits, first, weight, out, scale0, scale1, shift0, shift1):  # type: ignore[no-untyped-def]
     for i in range(out.size):
         on = (bits[(first + i) >> 3] >> np.uint8((first + i) & 7)) & np.uint8(1)
-        out[i] = weight[i] * (maps[2] if on else maps[0]) + (maps[3] if on else maps[1])
+        out[i] = weight[i] * (scale1 if on else scale0) + (shift1 if on else shift0)
 
 
 @njit
@@ -56,7 +73,7 @@ def _word_by_word(bits, weight, out, scale0, scale1, shift0, shift1):  # type: i
         high = np.uint32(bits[at + 2]) << np.uint32(16) | np.uint32(bits[at + 3]) << np.uint32(24)
         both = np.uint32(low | high)
         for j in range(32):
-            on = (both >> np.uint32(j)) & np.uint32(1)
+            on = np.uint32(both & PLACES[j]) != np.uint32(0)
             out[32 * word + j] = weight[32 * word + j] * (scale1 if on else scale0) + (shift1 if on else shift0)
 
 
@@ -95,58 +112,53 @@ def _compiled(function: Callable[[Any], None]) -> Any:
 
 @_compiled
 def switch(job):  # type: ignore[no-untyped-def]
-    """Pieces: bits, place of the first bit in its byte, weight, out, count, maps (4 floats)."""
-    count = carray(_pointer(job), (2,), np.int64)[1]
-    pieces = carray(_pointer(job + 16), (count, FIELDS), np.int64)
+    """Pieces: bits, place of the first bit in its byte, weight, out, count, k0."""
+    pieces, stride = _job(job)
     while True:
         piece = _next(job)
-        if piece >= count:
+        if piece >= len(pieces):
             break
-        bits, first, weight, out, size, table = pieces[piece, :6]
-        maps = _floats(table, 4)
+        bits, first, weight, out, size, k = pieces[piece, :6]
+        maps = _maps(k, stride)
         head = min((8 - first) & 7, size)  # up to the next whole byte
         words = (size - head) >> 5
         tail = size - head - 32 * words
         start = carray(_pointer(bits), (1,), np.uint8)
-        _bit_by_bit(start, first, _floats(weight, head), _floats(out, head), maps)
+        _bit_by_bit(start, first, _floats(weight, head), _floats(out, head), *maps)
         bits, weight, out = bits + ((first + head) >> 3), weight + 4 * head, out + 4 * head
         middle = carray(_pointer(bits), (4 * words,), np.uint8)
-        _word_by_word(middle, _floats(weight, 32 * words), _floats(out, 32 * words), maps[0], maps[2], maps[1], maps[3])
+        _word_by_word(middle, _floats(weight, 32 * words), _floats(out, 32 * words), *maps)
         end = carray(_pointer(bits + 4 * words), (4,), np.uint8)
-        _bit_by_bit(end, 0, _floats(weight + 128 * words, tail), _floats(out + 128 * words, tail), maps)
+        _bit_by_bit(end, 0, _floats(weight + 128 * words, tail), _floats(out + 128 * words, tail), *maps)
 
 
 @_compiled
 def forward(job):  # type: ignore[no-untyped-def]
-    """Pieces: scores, threshold (1 float), weight, out, count, maps (4 floats)."""
-    count = carray(_pointer(job), (2,), np.int64)[1]
-    pieces = carray(_pointer(job + 16), (count, FIELDS), np.int64)
+    """Pieces: scores, threshold (1 float), weight, out, count, k0."""
+    pieces, stride = _job(job)
     while True:
         piece = _next(job)
-        if piece >= count:
+        if piece >= len(pieces):
             break
-        scores, at, weight, out, size, table = pieces[piece, :6]
-        maps = _floats(table, 4)
-        _from_scores(
-            _floats(scores, size), _floats(at, 1)[0], _floats(weight, size), _floats(out, size),
-            maps[0], maps[2], maps[1], maps[3],
-        )  # fmt: skip
+        scores, at, weight, out, size, k = pieces[piece, :6]
+        maps, threshold = _maps(k, stride), _floats(at, 1)[0]
+        _from_scores(_floats(scores, size), threshold, _floats(weight, size), _floats(out, size), *maps)
 
 
 @_compiled
 def backward(job):  # type: ignore[no-untyped-def]
-    """Pieces: scores, threshold (1 float), weight, out, count, k (k2 and k3), gradient, sums (4 doubles).
+    """Pieces: scores, threshold (1 float), weight, out, count, k0, gradient, sums (4 doubles).
 
     The sums of a block come first: `out` may be the gradient itself.
     """
-    count = carray(_pointer(job), (2,), np.int64)[1]
-    pieces = carray(_pointer(job + 16), (count, FIELDS), np.int64)
+    pieces, stride = _job(job)
     while True:
         piece = _next(job)
-        if piece >= count:
+        if piece >= len(pieces):
             break
-        scores, at, weight, out, size, table, grad, totals = pieces[piece]
-        threshold, k, sums = _floats(at, 1)[0], _floats(table, 2), carray(_pointer(totals), (4,), np.float64)
+        scores, at, weight, out, size, k, grad, totals = pieces[piece]
+        threshold, sums = _floats(at, 1)[0], carray(_pointer(totals), (4,), np.float64)
+        k2, k3 = _floats(k + 2 * stride, 1)[0], _floats(k + 3 * stride, 1)[0]
         for begin in range(0, size, BLOCK):
             some, skip = min(BLOCK, size - begin), 4 * begin
             g, w = _floats(grad + skip, some), _floats(weight + skip, some)
@@ -155,4 +167,4 @@ def backward(job):  # type: ignore[no-untyped-def]
             sums[1] += s1
             sums[2] += s2
             sums[3] += s3
-            _slopes(g, w, _floats(out + skip, some), k[0], k[1])
+            _slopes(g, w, _floats(out + skip, some), k2, k3)

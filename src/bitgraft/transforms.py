@@ -79,6 +79,10 @@ class Transform(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def at_rest(self, weight: Tensor, room: Tensor) -> Tensor:
+        """W~ without gradients, in `room` if that is of use: memory for as many elements, at hand and warm."""
+        return self(weight)  # type: ignore[no-any-return]
+
     def role(self, parameter: str) -> str:
         """What a parameter of this name is to an optimiser: "scores", "k", "shift" (k1) or "weights"."""
         return "weights"
@@ -151,18 +155,21 @@ class Masked(Transform):
         self.register_buffer("constants", k)
         self.register_buffer("packed", None)
 
-    def forward(self, weight: Tensor) -> Tensor:
+    def forward(self, weight: Tensor, room: Tensor | None = None) -> Tensor:
         shape = torch.Size(self.weight.grouped_shape) if self.rule.per_channel else weight.shape
         channel = self.weight.channel_shape if self.rule.per_channel else ()
         if self.scores is None:
             assert self.packed is not None
-            return from_bits(weight, self.packed, self.constants, shape, channel)
+            return from_bits(weight, self.packed, self.constants, shape, channel, room)
         same = shape == weight.shape  # all but transposed convolutions: a view costs as much as a small kernel
         scores, view = (self.scores, weight) if same else (self.scores.view(shape), weight.view(shape))
         transformed: Tensor = LearnedAffine.apply(
             scores, self.k, self.shift, self.constants, view, self.rule, self._coordinates(), channel
         )
         return transformed if same else transformed.view(weight.shape)
+
+    def at_rest(self, weight: Tensor, room: Tensor) -> Tensor:
+        return self(weight, room)  # type: ignore[no-any-return]
 
     def values(self) -> Tensor:
         """k0..k3, (4,) or (4, channels), constants included."""
