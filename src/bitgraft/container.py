@@ -87,7 +87,9 @@ def decode(data: memoryview, source: str) -> tuple[dict[str, Any], dict[str, Ten
 def raw(tensor: Tensor) -> memoryview:
     """A tensor's bytes in row-major order, little-endian, without a copy where they are so already."""
     array = tensor.contiguous().numpy()
-    return array.astype(array.dtype.newbyteorder("<"), copy=False).reshape(-1).view("u1").data
+    if sys.byteorder != "little":
+        array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return array.reshape(-1).view("u1").data
 
 
 def too_deep(value: Any) -> bool:
