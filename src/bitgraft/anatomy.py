@@ -48,11 +48,18 @@ class Anatomy:
     def tensor(self, name: str) -> Tensor:
         """The backbone's tensor of that name, as it is now."""
         path, attribute = self.places[name][0]
+        return _held(self._owner(path), attribute)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, by name."""
+        owners = {path: self._owner(path) for path in {places[0][0] for places in self.places.values()}}
+        return {name: _held(owners[path], attribute) for name, ((path, attribute), *_) in self.places.items()}
+
+    def _owner(self, path: str) -> nn.Module:
         owner = self.backbone
         for step in path.split(".") if path else ():  # get_submodule, which is asked thousands of times, is slow
             owner = owner._modules[step]  # type: ignore[assignment]
-        tensor = owner._parameters.get(attribute)
-        return tensor if tensor is not None else owner._buffers[attribute]  # type: ignore[return-value]
+        return owner
 
     @property
     def dtype(self) -> torch.dtype:
@@ -134,6 +141,11 @@ def read_anatomy(
         places=places,
         outside=tuple(name for name in parameters if name not in owned and name not in weights),
     )
+
+
+def _held(owner: nn.Module, attribute: str) -> Tensor:
+    tensor = owner._parameters.get(attribute)
+    return tensor if tensor is not None else owner._buffers[attribute]  # type: ignore[return-value]
 
 
 def describe(anatomy: Anatomy, name: str) -> Weight:

@@ -111,7 +111,7 @@ class Graft:
     def _share(self) -> None:
         """What the task does not replace: the backbone's parameters out of gradients' reach, copies of its buffers."""
         anatomy, replaced = self.task.anatomy, {*self.task.owned, *self.task.transforms}
-        self._backbone = [anatomy.tensor(name) for name in anatomy.places]
+        self._backbone = list(anatomy.tensors().values())
         self._base = _versions(self._backbone)
         for name, tensor in zip(anatomy.places, self._backbone, strict=True):
             if name not in replaced:

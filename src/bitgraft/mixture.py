@@ -112,7 +112,7 @@ class Mixture:
     def __call__(self, images: Tensor, tasks: Sequence[tuple[Task, int]], *args: Any, **kwargs: Any) -> list[Tensor]:
         """Scores of each task's images, which stand one task after another in the batch."""
         self._parts, self._images = [self._part(task) for task, _ in tasks], [count for _, count in tasks]
-        self._base = {name: self.anatomy.tensor(name) for name in self.anatomy.places}
+        self._base = self.anatomy.tensors()
         self._widths = [None] * len(tasks)
         self._install(self._base)
         try:

@@ -265,7 +265,7 @@ class Network(nn.Module):
 
     def _check_new(self, name: str) -> None:
         check_name(name)
-        if name in self.tasks or name == self.original:
+        if dotless(name) in self._tasks or name == self.original:
             raise TaskError(f"there is a task {name!r} already: remove it first, or choose another name")
 
     def _keep(self, task: Task) -> Task:

@@ -24,7 +24,7 @@ def revive(
     `before` are the transforms of the tasks that it leans on, in its file's order.
     """
     card, parts, owned = archive.card, archive.parts(), archive.owned()
-    base = {name: anatomy.tensor(name) for name in anatomy.places}
+    base = anatomy.tensors()
     _check_places(archive, anatomy, base)
     options = registry.get(card.method).with_options(card.options)
     transforms = {}

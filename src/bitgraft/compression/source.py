@@ -165,7 +165,7 @@ def _usable(net: Network, task: Task, classes: Classes | None, source: str) -> T
 @torch.no_grad()
 def values(task: Task) -> dict[str, Tensor]:
     """Every tensor of the copy by the backbone's names, head included where it is the backbone's last layer."""
-    kept = {name: task.anatomy.tensor(name) for name in task.anatomy.places}
+    kept = task.anatomy.tensors()
     return {name: tensor.detach() for name, tensor in {**kept, **task.tensors(), **task.owned}.items()}
 
 
