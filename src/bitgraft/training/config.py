@@ -117,6 +117,10 @@ BY_METHOD: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("quick", "simple"): {"rates": {"k": 3e-3}},
     ("quick", "piggyback-bn"): {"rates": {"scores": 3e-4}},
     ("quick", "piggyback"): {"rates": {"scores": 3e-4}},
+    ("quick", "dan"): {"rates": {"weights": 3e-4}},
+    ("quick", "adapters-series"): {"rates": {"weights": 3e-4}},
+    ("quick", "adapters-parallel"): {"rates": {"weights": 3e-4}},
+    ("quick", "adapters-joint"): {"rates": {"weights": 3e-4}},
 }
 """(preset, method) -> what that method has otherwise; docs/results/quick.md has the grid it was chosen from."""
 OPTIONS: Mapping[tuple[str, str], Mapping[str, Any]] = {

@@ -83,7 +83,8 @@ def centre(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 @torch.no_grad()
 def steady(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Scale a tensor's gradient down to the root mean square that Adam remembers of it, where the configuration says
-    so (as StableAdamW does with its steps). Nothing is kept but Adam's own state."""
+    so (as StableAdamW does with its steps). Nothing is kept but Adam's own state. A tensor whose gradients have all been
+    0 (R, as long as k2 and k3 are) has no size to be held to."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"] if group.get("steady") else ():
@@ -92,7 +93,7 @@ def steady(optimizers: Iterable[torch.optim.Optimizer]) -> None:
                     continue
                 past = known["exp_avg_sq"].sum() / (1 - group["betas"][1] ** known["step"])
                 now = parameter.grad.square().sum().clamp(min=torch.finfo(past.dtype).tiny)
-                parameter.grad *= (past / now).sqrt().clamp(max=1)
+                parameter.grad *= torch.where(past > 0, (past / now).sqrt().clamp(max=1), 1.0)
 
 
 def advance(optimizers: Sequence[Any], scaler: torch.amp.GradScaler | None) -> None:
