@@ -311,6 +311,15 @@ def test_steady_gradients_are_at_most_what_adam_remembers():
     assert torch.equal(parameter.grad, torch.zeros(3, 4))
 
 
+def test_a_tensor_whose_first_gradients_are_0_is_not_held_there():
+    """R has none while k2 = k3 = 0, as the paper begins: bits must flip all the same."""
+    net = network("full")
+    config = SHORT.changed(steady=True, follow=0.0, epochs=4, rates=dict.fromkeys(QUICK.rates, 1e-2))
+    fit(net, "stripes", stripes(48, 1), None, config)
+    masks = [transform.mask() for transform in net.tasks["stripes"].transforms.values()]
+    assert all(0 < mask.float().mean() < 1 for mask in masks)
+
+
 def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_good_state(tmp_path):
     net = network("finetune")
     config = SHORT.changed(epochs=50, rates=dict.fromkeys(QUICK.rates, 1e30), schedule="constant")
