@@ -83,8 +83,8 @@ def centre(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 @torch.no_grad()
 def steady(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Scale a tensor's gradient down to the root mean square that Adam remembers of it, where the configuration says
-    so (as StableAdamW does with its steps). Nothing is kept but Adam's own state. A tensor whose gradients have all been
-    0 (R, as long as k2 and k3 are) has no size to be held to."""
+    so (as StableAdamW does with its steps). Nothing is kept but Adam's own state. A tensor whose gradients were all 0
+    (R's, as long as k2 and k3 are) has no size to be held to."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"] if group.get("steady") else ():
