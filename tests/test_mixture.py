@@ -6,7 +6,7 @@ import torch
 from tiny import batch, learn, run, tiny
 from torch import nn
 
-from bitgraft import mixture
+from bitgraft import kernels, mixture
 from bitgraft.mixture import Mixture
 from bitgraft.network import Network
 
@@ -60,6 +60,24 @@ def test_one_pass_gives_what_one_task_at_a_time_gives(family, passes):
     assert all(equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
     assert len({round(float(row[0]), 4) for row in expected}) > 4  # tasks and images tell apart
     assert len(net.resident) <= 1
+
+
+def test_tasks_at_rest_take_turns_in_one_layers_memory(passes, monkeypatch):
+    """Loaded tasks' bits become weights in memory that the next task's overwrite, by the compiled loops."""
+    rooms = []
+    switch = kernels.switch
+    monkeypatch.setattr(kernels, "switch", lambda *given: rooms.append(given[-1]) or switch(*given))
+    torch.manual_seed(0)
+    x = batch(8, 3, 32, 32)
+    net = taught(timm.create_model("resnet18", num_classes=6).eval(), x, ("full", "simple", "piggyback-bn"))
+    expected = one_by_one(net, x)
+    for task in net.tasks.values():
+        task.freeze().eval()
+    with torch.inference_mode():
+        found = net(x, task=NAMES)
+    assert passes
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    assert len({room.untyped_storage().data_ptr() for room in rooms}) == 1
 
 
 def test_large_images_run_task_by_task_with_nothing_kept(passes, monkeypatch):
