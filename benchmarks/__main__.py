@@ -19,7 +19,7 @@ from benchmarks.measure import THREADS, Row
 GROUPS: dict[str, Callable[[Path, int], Iterator[Row]]] = {
     "step-wrn": lambda folder, rounds: training.steps("wrn4", 1.02, rounds),
     "step-resnet": lambda folder, rounds: training.steps("resnet50", 1.08, rounds),
-    "depthwise": lambda folder, rounds: training.depthwise(rounds),
+    "smallmaps": lambda folder, rounds: training.smallmaps(rounds),
     "memory": lambda folder, rounds: training.memory(),
     "switch": lambda folder, rounds: serving.switch(folder, 2 * rounds),
     "residents": lambda folder, rounds: serving.residents(folder, 2 * rounds),

@@ -35,14 +35,14 @@ def memory() -> Iterator[Row]:
         yield Row(f"memory-{pixels}{'-unbroken' * bool(setting)}", what, "fine-tuning", 1.10, [a / b], detail)
 
 
-def depthwise(rounds: int) -> Iterator[Row]:
-    """What `training/depthwise.py` is worth."""
-    network = "tf_efficientnet_lite0"
-    with Side("full", network, "32", "64") as mine, Side("full-plainly", network, "32", "64") as other:
-        a, b = in_turns([mine, other], rounds)
-    what = "training step, full, EfficientNet-Lite0, batch 32 at 64 px"
-    against = "with PyTorch's own gradients of depthwise layers"
-    yield Row("depthwise", what, against, None, [x / y for x, y in zip(a, b, strict=True)], "", a, b)
+def smallmaps(rounds: int) -> Iterator[Row]:
+    """What `training/smallmaps.py` is worth."""
+    for network, title in (("tf_efficientnet_lite0", "EfficientNet-Lite0"), ("resnet50", "ResNet-50")):
+        with Side("full", network, "32", "64") as mine, Side("full-plainly", network, "32", "64") as other:
+            a, b = in_turns([mine, other], rounds)
+        what = f"training step, full, {title}, batch 32 at 64 px"
+        against = "with PyTorch's own gradients on small maps"
+        yield Row(f"smallmaps-{network}", what, against, None, [x / y for x, y in zip(a, b, strict=True)], "", a, b)
 
 
 def _peak(method: str, network: str, pixels: int, setting: Mapping[str, str]) -> float:

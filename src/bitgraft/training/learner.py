@@ -12,7 +12,7 @@ from bitgraft.errors import TrainingError
 from bitgraft.network import Network
 from bitgraft.task import Task
 from bitgraft.tracing import logits
-from bitgraft.training.depthwise import SmallMaps
+from bitgraft.training.smallmaps import SmallMaps
 
 Loss = Callable[[Any, Any], Tensor]
 """(what the network gives, what the data says) -> the mean loss of a batch."""

@@ -1,4 +1,4 @@
-"""Depthwise kernels on small maps learn from the very gradients that PyTorch's own convolution gives."""
+"""Convolutions on small maps learn from the very gradients that PyTorch's own convolution gives."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from bitgraft.training.depthwise import SmallMaps, _Depthwise
+from bitgraft.training.smallmaps import SmallMaps, _SmallMap
 
 
 def gradients(x, weight, bias, **kwargs):
@@ -28,36 +28,40 @@ def gradients(x, weight, bias, **kwargs):
     st.tuples(st.integers(0, 3), st.integers(0, 3)),
     st.tuples(st.integers(1, 2), st.integers(1, 2)),
     st.booleans(),
+    st.booleans(),
     st.sampled_from([torch.contiguous_format, torch.channels_last]),
 )
-def test_gradients_are_those_of_the_plain_convolution(n, c, size, kernel, stride, padding, dilation, biased, layout):
+def test_gradients_are_those_of_the_plain_convolution(
+    n, c, size, kernel, stride, padding, dilation, dense, biased, layout
+):
     reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
     if any(s + 2 * p < r for s, p, r in zip(size, padding, reach, strict=True)):
         return
     torch.manual_seed(0)
     x = torch.randn(n, c, *size).contiguous(memory_format=layout)
-    weight, bias = torch.randn(c, 1, *kernel), torch.randn(c) if biased else None
-    how = {"stride": stride, "padding": padding, "dilation": dilation, "groups": c}
+    outputs, groups = (3, 1) if dense else (c, c)
+    weight, bias = torch.randn(outputs, c // groups, *kernel), torch.randn(outputs) if biased else None
+    how = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     y, expected, _ = gradients(x, weight, bias, **how)
     with SmallMaps():
         z, found, name = gradients(x, weight, bias, **how)
     assert torch.equal(y, z)
-    width = y.shape[3]
-    assert (name == "_DepthwiseBackward") == (width <= kernel[1])
+    assert (name == "_SmallMapBackward") == (y[0, 0].numel() <= (16 if dense else kernel[0] * kernel[1]))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_other_convolutions_are_left_alone(groups):
-    x, weight = torch.randn(2, 4, 2, 2), torch.randn(4, 4 // groups, 3, 3)
+def test_convolutions_in_groups_and_large_maps_are_left_alone():
+    x, weight = torch.randn(2, 4, 2, 2), torch.randn(4, 2, 3, 3)
+    large, dense = torch.randn(2, 4, 5, 5), torch.randn(4, 4, 1, 1)
     with SmallMaps():
-        _, _, name = gradients(x, weight, None, padding=1, groups=groups)
-    assert name != "_DepthwiseBackward"
+        _, _, grouped = gradients(x, weight, None, padding=1, groups=2)
+        _, _, wide = gradients(large, dense, None)
+    assert "_SmallMapBackward" not in (grouped, wide)
 
 
 def test_half_precision_autocast_and_frozen_kernels_are_left_alone(monkeypatch):
-    monkeypatch.setattr(_Depthwise, "apply", lambda *args: pytest.fail("taken"))
+    monkeypatch.setattr(_SmallMap, "apply", lambda *args: pytest.fail("taken"))
     layer, x = nn.Conv2d(4, 4, 3, padding=1, groups=4), torch.randn(2, 4, 2, 2)
     with SmallMaps():
         with torch.autocast("cpu", torch.bfloat16):
@@ -78,7 +82,7 @@ def test_the_layer_as_modules_call_it():
     x.grad = layer.weight.grad = layer.bias.grad = None
     with SmallMaps():
         y = layer(x)
-    assert type(y.grad_fn).__name__ == "_DepthwiseBackward"
+    assert type(y.grad_fn).__name__ == "_SmallMapBackward"
     y.square().sum().backward()
     for one, other in zip([x.grad, layer.weight.grad, layer.bias.grad], expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
