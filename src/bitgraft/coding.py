@@ -1,14 +1,18 @@
 """Bytes in about as many bits as they have entropy: range asymmetric numeral systems (rANS, Duda 2013), in NumPy.
 
 Byte i belongs to lane i mod L. All lanes move together, a step for each of their bytes, and take 16-bit words from one
-stream, in their order, whenever their state falls below 2^16. `docs/format.md` has the layout.
+stream, in their order, whenever their state falls below 2^16. `docs/format.md` has the layout. Long streams are decoded
+by `bitgraft.native`, where that can be had.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bitgraft import kernels
+
 SCALE = 14  # frequencies add up to 2^14
 LOW = 1 << 16  # states are at least this, and below 2^32
+LONG = 1 << 14  # bytes from which on a compiled loop is worth importing a compiler for
 Bytes = NDArray[np.uint8]
 
 
@@ -44,20 +48,37 @@ def decode(coded: Bytes, count: int) -> Bytes:
     width, base = frequencies.astype(np.uint64), _bases(frequencies)
     states = np.frombuffer(coded[513 : 513 + 4 * lanes].tobytes(), "<u4").astype(np.uint64)
     words = np.frombuffer(coded[513 + 4 * lanes :].tobytes(), "<u2").astype(np.uint64)
-    out, read = np.empty(count, np.uint8), 0
-    for start in range(0, count, lanes):
-        active = states[: min(lanes, count - start)]
+    out = np.empty(count, np.uint8)
+    compiled = kernels.native() if count >= LONG else None
+    read = (compiled.unroll if compiled else _unroll)(states, words, symbol_of, width, base, out)
+    if read < 0:
+        raise ValueError("it ends too early")
+    if read != len(words) or (states != LOW).any():
+        raise ValueError("it does not end where it should")
+    return out
+
+
+def _unroll(
+    states: NDArray[np.uint64],
+    words: NDArray[np.uint64],
+    symbol_of: Bytes,
+    width: NDArray[np.uint64],
+    base: NDArray[np.uint64],
+    out: Bytes,
+) -> int:
+    """Fill `out`, and leave the states as they are then. The number of words that it took, -1 if there are too few."""
+    lanes, read = len(states), 0
+    for start in range(0, len(out), lanes):
+        active = states[: min(lanes, len(out) - start)]
         slots = active & np.uint64((1 << SCALE) - 1)
         out[start : start + lanes] = symbols = symbol_of[slots]
         active[:] = width[symbols] * (active >> np.uint64(SCALE)) + slots - base[symbols]
         empty = np.flatnonzero(active < LOW)
         if read + len(empty) > len(words):
-            raise ValueError("it ends too early")
+            return -1
         active[empty] = active[empty] << np.uint64(16) | words[read : read + len(empty)]
         read += len(empty)
-    if read != len(words) or (states != LOW).any():
-        raise ValueError("it does not end where it should")
-    return out
+    return read
 
 
 def _bases(frequencies: NDArray[np.int64]) -> NDArray[np.uint64]:

@@ -104,10 +104,14 @@ def _slopes(grad, weight, out, k2, k3):  # type: ignore[no-untyped-def]
 
 
 def _compiled(function: Callable[[Any], None]) -> Any:
+    return _kept(cfunc, types.void(types.int64), function)
+
+
+def _kept(compiler: Any, signature: Any, function: Any) -> Any:
     try:
-        return cfunc(types.void(types.int64), cache=True)(function)
+        return compiler(signature, cache=True)(function)
     except RuntimeError:  # nowhere to keep it
-        return cfunc(types.void(types.int64))(function)
+        return compiler(signature)(function)
 
 
 @_compiled
@@ -168,3 +172,26 @@ def backward(job):  # type: ignore[no-untyped-def]
             sums[2] += s2
             sums[3] += s3
             _slopes(g, w, _floats(out + skip, some), k2, k3)
+
+
+def _unroll(states, words, symbol_of, width, base, out):  # type: ignore[no-untyped-def]
+    """As `bitgraft.coding` does it, a lane at a time."""
+    lanes, read, start = len(states), 0, 0
+    while start < len(out):
+        for lane in range(min(lanes, len(out) - start)):
+            state = states[lane]
+            slot = state & np.uint64((1 << 14) - 1)
+            symbol = symbol_of[slot]
+            state = width[symbol] * (state >> np.uint64(14)) + slot - base[symbol]
+            if state < np.uint64(1 << 16):
+                if read == len(words):
+                    return -1
+                state = state << np.uint64(16) | words[read]
+                read += 1
+            states[lane], out[start + lane] = state, symbol
+        start += lanes
+    return read
+
+
+_words, _bytes = types.uint64[::1], types.uint8[::1]
+unroll = _kept(njit, types.int64(_words, _words, _bytes, _words, _words, _bytes), _unroll)
