@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 from images import NET, SOURCE, bitgraft, photos
 from PIL import Image
 
@@ -30,8 +31,8 @@ from bitgraft.report.results import gather
 from bitgraft.report.tables import tables
 from bitgraft.scoring import domain_titles
 from bitgraft.store import Store
-from bitgraft.training.config import Config
-from bitgraft.training.optimisers import epochs_of, rate_factor
+from bitgraft.training.config import Config, preset
+from bitgraft.training.optimisers import build, epochs_of, phases_of, rate_factor
 
 SMALL = {
     "name": "small",
@@ -200,6 +201,18 @@ def test_a_protocol_is_shared_out_between_phases():
         config = Config().changed(**changes)
         assert [epochs_of(config, phase, phases, per_epoch) for phase in phases] == wanted
     assert [rate_factor(Config(), phases[0], step, 10, 6) for step in (29, 30)] == [1.0, 0.1]  # after 10 of 20: halfway
+
+
+def test_a_protocol_may_set_the_pace_of_phases():
+    method, theirs = registry.get("packnet"), preset("quick", "packnet")
+    assert phases_of(method, preset("imagenet-to-sketch", "packnet")) == method.phases
+    paced = phases_of(method, theirs)
+    assert [(phase.epochs, phase.rate, phase.prune) for phase in paced] == [(20, None, None), (10, None, 0.75)]
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    for phase in paced:
+        (optimizer,) = build([("weights", parameter)], theirs, phase)
+        assert optimizer.param_groups[0]["lr"] == theirs.rates["weights"]
+        assert rate_factor(theirs.changed(warmup=0.0), phase, 20, 10, 4) == pytest.approx(0.5)  # cosine, halfway
 
 
 def test_chains_and_joint_runs_are_one_cell_each():

@@ -32,6 +32,8 @@ class Config:
     """Epochs after which the step schedule divides every rate by ten."""
     warmup: float = 0.0
     """Epochs over which rates rise from zero."""
+    own_pace: bool = True
+    """A method whose phases have rates and drops of their own (PackNet) keeps to them; else to those given here."""
     label_smoothing: float = 0.0
     class_weights: Literal["balanced"] | tuple[float, ...] | None = None
     follow: float = 0.0
@@ -116,11 +118,12 @@ BY_METHOD: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("quick", "full"): {"rates": {"k": 3e-3}},
     ("quick", "simple"): {"rates": {"k": 3e-3}},
     ("quick", "piggyback-bn"): {"rates": {"scores": 3e-4}},
-    ("quick", "piggyback"): {"rates": {"scores": 3e-4}},
-    ("quick", "dan"): {"rates": {"weights": 3e-4}},
-    ("quick", "adapters-series"): {"rates": {"weights": 3e-4}},
-    ("quick", "adapters-parallel"): {"rates": {"weights": 3e-4}},
-    ("quick", "adapters-joint"): {"rates": {"weights": 3e-4}},
+    ("quick", "piggyback"): {"rates": {"scores": 2e-4}},
+    ("quick", "packnet"): {"own_pace": False},
+    ("quick", "dan"): {"rates": {"weights": 1e-4}},
+    ("quick", "adapters-series"): {"rates": {"weights": 1e-4}},
+    ("quick", "adapters-parallel"): {"rates": {"weights": 1e-4}},
+    ("quick", "adapters-joint"): {"rates": {"weights": 1e-4}},
 }
 """(preset, method) -> what that method has otherwise; docs/results/quick.md has the grid it was chosen from."""
 OPTIONS: Mapping[tuple[str, str], Mapping[str, Any]] = {

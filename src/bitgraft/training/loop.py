@@ -100,7 +100,7 @@ class _Run:
     ) -> None:
         self.net, self.names, self.config, self.accelerator, self.path = net, names, config, accelerator, path
         self.tasks = {name: trainable(net, name) for name in names}
-        self.phases = registry.get(self.tasks[names[0]].card.method).phases
+        self.phases = optimisers.phases_of(registry.get(self.tasks[names[0]].card.method), config)
         for task in self.tasks.values():
             task.holds_statistics = config.statistics == "kept"
             if config.follow:

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from bitgraft.methods.registry import Phase
+from bitgraft.methods.registry import Method, Phase
 from bitgraft.training.config import Config
 
 
@@ -39,6 +40,13 @@ def build(learned: Iterable[tuple[str, nn.Parameter]], config: Config, phase: Ph
         for group in optimizer.param_groups:
             group["base"] = group["lr"]
     return built
+
+
+def phases_of(method: Method, config: Config) -> tuple[Phase, ...]:
+    """A method's phases at its own pace, or at the configuration's."""
+    if config.own_pace:
+        return method.phases
+    return tuple(replace(phase, rate=None, drop_after=None) for phase in method.phases)
 
 
 def epochs_of(config: Config, phase: Phase, phases: Sequence[Phase], steps_per_epoch: int) -> int:
