@@ -129,6 +129,7 @@ BY_METHOD: Mapping[tuple[str, str], Mapping[str, Any]] = {
 OPTIONS: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("quick", "full"): {"per": "channel"},
     ("quick", "simple"): {"per": "channel"},
+    ("quick", "packnet"): {"keep": 0.75},
 }
 """(preset, method) -> the method's options, where the protocol has others than the method."""
 PRESETS = {"quick": QUICK, "imagenet-to-sketch": IMAGENET_TO_SKETCH, "decathlon": DECATHLON}
