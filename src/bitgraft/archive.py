@@ -189,7 +189,8 @@ def stored_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _at_rest(key: str, tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, Tensor) or tensor.is_meta or stored_dtype(tensor) not in container.DTYPES:
+    kind = stored_dtype(tensor) if isinstance(tensor, Tensor) and not tensor.is_meta else None
+    if kind not in container.DTYPES:
         what = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TaskError(f"{key!r} cannot be saved: a task file holds tensors of numbers, and this is {what}")
-    return tensor.detach().to("cpu", stored_dtype(tensor)).contiguous()
+    return tensor.detach().to("cpu", kind).contiguous()

@@ -13,6 +13,7 @@ from bitgraft.errors import ArchiveError
 
 PART = ".bitgraft-{}.part"  # what a save is called until it is whole; hidden, and never a task's file name
 STALE = 3600.0  # seconds after which a part must be one that a killed save left behind
+BUFFER = 1 << 20  # bytes; a task's hundreds of small tensors go out in few calls
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
@@ -25,7 +26,7 @@ def write_atomically(path: str | Path, *chunks: bytes | memoryview) -> None:
         _sweep(target.parent)
         part = target.parent / PART.format(secrets.token_hex(8))
         try:
-            with os.fdopen(os.open(part, NEW, 0o666), "wb") as file:  # the kernel takes the umask off
+            with os.fdopen(os.open(part, NEW, 0o666), "wb", BUFFER) as file:  # the kernel takes the umask off
                 file.writelines(chunks)
                 file.flush()
                 os.fsync(file.fileno())
