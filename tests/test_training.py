@@ -257,6 +257,18 @@ def test_tasks_trained_in_turns_equal_tasks_trained_apart(tmp_path):
         assert all(torch.allclose(mine[key], theirs[key], atol=1e-6) for key in mine)
 
 
+def test_steps_are_each_tasks_own():
+    """Tasks that take turns see as many images as they would apart."""
+    config, data = SHORT.changed(steps=12), {name: stripes(40, ord(name)) for name in ("a", "b")}
+    apart, together = Network(backbone()), Network(backbone())
+    for net in (apart, together):
+        for name in data:
+            net.add_task(name, classes=3)
+    alone = fit(apart, "a", data["a"], None, config)
+    assert len(alone.history) > 1
+    assert len(fit(together, ["a", "b"], data, None, config).history) == len(alone.history)
+
+
 def test_accumulation_equals_one_batch_where_no_statistics_are_taken():
     """Piggyback keeps norm layers frozen, so that a batch in parts is the batch."""
     tensors = []

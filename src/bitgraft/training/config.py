@@ -16,7 +16,8 @@ class Config:
 
     epochs: int = 30
     steps: int | None = None
-    """In place of epochs: as many as come nearest to so many steps, and at least one."""
+    """In place of epochs: as many as come nearest to so many steps, and at least one; where tasks are trained together,
+    to so many for each of them in the mean."""
     batch: int = 32
     """Images per optimiser step, over all processes."""
     accumulate: int = 1
@@ -94,7 +95,7 @@ class Config:
                 changes[name] = {**getattr(self, name), **value}
         return replace(self, **changes)
 
-    def epochs_of(self, steps_per_epoch: int) -> int:
+    def epochs_of(self, steps_per_epoch: float) -> int:
         return self.epochs if self.steps is None else max(1, round(self.steps / steps_per_epoch))
 
 

@@ -270,7 +270,8 @@ class _Run:
             self.shared.release(self.tasks)
 
     def _epochs(self, phase: registry.Phase) -> int:
-        return optimisers.epochs_of(self.config, phase, self.phases, len(self.turns))
+        each = len(self.turns) / len(self.names)  # together tasks see as many images as they would apart
+        return optimisers.epochs_of(self.config, phase, self.phases, each)
 
     def _save(self) -> None:
         self.saved_at = time.monotonic()

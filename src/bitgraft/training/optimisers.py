@@ -49,7 +49,7 @@ def phases_of(method: Method, config: Config) -> tuple[Phase, ...]:
     return tuple(replace(phase, rate=None, drop_after=None) for phase in method.phases)
 
 
-def epochs_of(config: Config, phase: Phase, phases: Sequence[Phase], steps_per_epoch: int) -> int:
+def epochs_of(config: Config, phase: Phase, phases: Sequence[Phase], steps_per_epoch: float) -> int:
     """The protocol's epochs, shared out between phases in the proportion of their own."""
     whole = config.epochs_of(steps_per_epoch)
     if phase.epochs is None:
