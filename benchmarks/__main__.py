@@ -21,7 +21,7 @@ GROUPS: dict[str, Callable[[Path, int], Iterator[Row]]] = {
     "step-resnet": lambda folder, rounds: training.steps("resnet50", 1.08, rounds),
     "smallmaps": lambda folder, rounds: training.smallmaps(rounds),
     "memory": lambda folder, rounds: training.memory(),
-    "switch": lambda folder, rounds: serving.switch(folder, 2 * rounds),
+    "switch": lambda folder, rounds: serving.switch(folder, 10 * rounds),  # some milliseconds each
     "residents": lambda folder, rounds: serving.residents(folder, 2 * rounds),
     "forward": lambda folder, rounds: serving.forward(folder, 2 * rounds),
     "mixed": serving.mixed,
@@ -38,7 +38,7 @@ def main() -> int:
     known = [*GROUPS, *GROWTH]
     parser = argparse.ArgumentParser(prog="make bench", epilog="make bench ROWS=switch,files   make bench ROUNDS=5")
     parser.add_argument("--rows", default=",".join(known), help=f"some of {', '.join(known)}")
-    parser.add_argument("--rounds", type=int, default=15, help="how often each side takes its turn (or twice that)")
+    parser.add_argument("--rounds", type=int, default=15, help="how often each side takes its turn, at least")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results.json"))
     given = parser.parse_args()
     chosen = [name for name in given.rows.split(",") if name]

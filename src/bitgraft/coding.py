@@ -12,7 +12,7 @@ from bitgraft import kernels
 
 SCALE = 14  # frequencies add up to 2^14
 LOW = 1 << 16  # states are at least this, and below 2^32
-LONG = 1 << 14  # bytes from which on a compiled loop is worth importing a compiler for
+LONG = 1 << 10  # bytes from which on a compiled loop is worth it
 Bytes = NDArray[np.uint8]
 
 
