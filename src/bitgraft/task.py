@@ -15,7 +15,7 @@ from bitgraft.anatomy import Anatomy
 from bitgraft.borrowing import own_mask
 from bitgraft.errors import TaskError, UnsafeNameError
 from bitgraft.starting import begin_as
-from bitgraft.transforms import Masked, Prunable, Transform
+from bitgraft.transforms import Masked, Prunable, Transform, widened
 
 HeadKind = Literal["classes", "linear", "module", "keep", "none"]
 """classes: the backbone's own last layer with other tensors in it; linear: one put behind a backbone that gives
@@ -51,6 +51,7 @@ class Task(nn.Module):
         self.card, self.anatomy = card, anatomy
         self.metrics: dict[str, Any] = {}
         self.holds_statistics = False  # norm layers normalise by running statistics in training, too, and leave them
+        self.means: dict[str, Tensor] = {}  # of what weights take in, while changes of weights are levelled (`level`)
         self.revision = 0  # counts the times that tensors were exchanged for others, not merely written to
         self.lessons = 0  # counts the times that it ran to learn, after which an optimiser may have written to it
         self.shared: frozenset[str] = frozenset()  # tensors of the backbone that learn along with it (joint training)
@@ -83,6 +84,10 @@ class Task(nn.Module):
 
     def tensors(self) -> dict[str, Tensor]:
         """The replacement tensors, by the backbone's own names, in the backbone's dtypes."""
+        held = self._tensors_as_held()
+        return {**held, **{name: bias.to(held[name].dtype) for name, bias in self._levelled(held).items()}}
+
+    def _tensors_as_held(self) -> dict[str, Tensor]:
         replaced = {name: self.anatomy.tensor(name) for name in self.shared}
         with self._own_precision():
             for name, transform in self.transforms.items():
@@ -91,6 +96,18 @@ class Task(nn.Module):
         for name, tensor in self.owned.items():
             replaced[name] = tensor.to(self.anatomy.tensor(name).dtype)
         return replaced
+
+    def _levelled(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Biases of norm layers, less what changed weights add to the mean of what the layers take in."""
+        biases: dict[str, Tensor] = {}
+        for name, mean in self.means.items():
+            layer = self.anatomy.weights[name].feeds
+            change = widened(tensors[name]) - widened(self.anatomy.tensor(name).detach())
+            scale, variance = (widened(tensors[f"{layer}.{part}"]) for part in ("weight", "running_var"))
+            eps: float = self.anatomy.backbone.get_submodule(str(layer)).eps  # type: ignore[assignment]
+            added = (change * mean).flatten(1).sum(1) * scale * torch.rsqrt(variance + eps)
+            biases[f"{layer}.bias"] = widened(tensors[f"{layer}.bias"]) - added
+        return biases
 
     def _own_precision(self) -> contextlib.AbstractContextManager[Any]:
         """Without autocast: weights are kept, so they must be the same whoever asks for them first."""
@@ -141,6 +158,29 @@ class Task(nn.Module):
                 module.follow(reach, rng)
         self.revision += 1
 
+    def level(self, means: Mapping[str, Tensor]) -> None:
+        """Let what changes in a weight act on its inputs less their means, which are given by the weight's name.
+
+        A bit that flips, or a weight that learns, moves its layer's output on every image alike by the mean of what it
+        takes in. The bias of the norm layer behind it makes up for that from here on, as long as the task learns.
+        """
+        self.means = dict(means)
+        self.revision += 1
+
+    def unlevel(self) -> None:
+        """Let the biases be what they have come to. The task's tensors stay the same to the last bit."""
+        if self.means:
+            with torch.no_grad():
+                for name, bias in self._levelled(self._tensors_as_held()).items():
+                    self.owned[name].copy_(bias)
+            self.means = {}
+            self.revision += 1
+
+    def values(self) -> dict[str, Tensor]:
+        """The state dict that this task would have without means."""
+        made_up = self._levelled(self._tensors_as_held()) if self.means else {}
+        return {**self.state_dict(), **{f"_owned.{dotless(name)}": bias for name, bias in made_up.items()}}
+
     def start_from(self, earlier: "Task") -> None:
         """Begin where another task is, head apart: with its masks, its k and its norm layers."""
         theirs, held, head = earlier.transforms, earlier.owned, set(self.anatomy.head_names())
@@ -164,6 +204,7 @@ class Task(nn.Module):
 
     def freeze(self) -> "Task":
         """End of learning: masks become bits, nothing asks for a gradient. Outputs stay the same to the last bit."""
+        self.unlevel()
         for transform in self.transforms.values():
             transform.freeze()
         self.revision += 1
@@ -190,6 +231,7 @@ class Task(nn.Module):
             return moved if moved.dtype == tensor.dtype else torch.empty_like(moved, dtype=tensor.dtype).copy_(tensor)
 
         self.revision += 1
+        self.means = {name: keep(mean) for name, mean in self.means.items()}
         super()._apply(keep, recurse)  # type: ignore[no-untyped-call]
         return self
 

@@ -42,6 +42,10 @@ class Config:
     centre: bool = False
     """Take the mean off each filter's gradient. Else a step moves all of a filter at once, which an input with a mean
     of its own (a white page) feels most."""
+    level: bool = False
+    """Let what changes in a weight act on its inputs less their mean over the training images, measured once, at the
+    start; the task's own norm layers make up for it (`Task.level`). Only where statistics are kept: those of a batch
+    take out the mean by themselves."""
     steady: bool = False
     """Hold the norm of each tensor's gradient to that of its past ones, by Adam's second moment. Else a step too far
     makes gradients larger, and those the next step, until the network answers the same to every image."""

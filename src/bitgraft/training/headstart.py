@@ -5,6 +5,7 @@ backbone's statistics is of no use once the task's own batches do the normalisin
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from bitgraft.graft import Graft
 from bitgraft.network import Network
+from bitgraft.training.levelling import Inputs, levelled
 from bitgraft.training.placing import placed
 
 Batch = tuple[Tensor, Tensor]
@@ -37,16 +39,50 @@ def settle_statistics(net: Network, name: str, batches: Iterable[Batch], device:
         graft(placed(images, device))
 
 
-def fit_head(net: Network, name: str, batches: Iterable[Batch], device: torch.device) -> bool:
+@dataclass
+class Look:
+    """What one pass over the training images shows of a task as it starts."""
+
+    features: list[Tensor] = field(default_factory=list)
+    """What the head takes in."""
+    labels: list[Tensor] = field(default_factory=list)
+    means: dict[str, Tensor] = field(default_factory=dict)
+    """What each weight takes in, the mean over images and pixels, for weights that feed a norm layer of the task's."""
+
+
+@torch.no_grad()
+def look(net: Network, name: str, batches: Iterable[Batch], device: torch.device, *, means: bool) -> Look:
+    """Run every image through the task as it is, in evaluation mode."""
+    task = net.tasks[name].eval()
+    graft = Graft(task).hang()
+    graft.refresh()
+    seen, hooks = Look(), []
+    if task.card.head in ("classes", "linear"):
+        head = task.head if task.head is not None else graft.module.get_submodule(net.anatomy.head or "")
+        hooks.append(head.register_forward_pre_hook(lambda layer, args: seen.features.append(args[0])))
+    inputs = Inputs({id(graft.module.get_parameter(name)): name for name in levelled(task)} if means else {})
+    try:
+        for images, targets in batches:
+            with inputs:
+                graft(placed(images, device))
+            seen.labels.append(targets.to(device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    seen.means = inputs.means()
+    return seen
+
+
+def fit_head(net: Network, name: str, seen: Look) -> bool:
     """Minimise the head's cross entropy over all of the data at once. False where the head is not a linear one."""
-    task = net.tasks[name]
-    if task.card.head not in ("classes", "linear"):
+    if not seen.features:
         return False
-    features, labels = _features(net, name, batches, device)
+    features = torch.cat(seen.features)
+    features = features.flatten(1) if _is_pixel(features) else features
     if features.dim() != 2:
         return False
     weight, bias = _head_parameters(net, name)
-    _minimise(features.float(), labels, weight, bias)
+    _minimise(features.float(), torch.cat(seen.labels), weight, bias)
     return True
 
 
@@ -57,26 +93,6 @@ def _head_parameters(net: Network, name: str) -> tuple[nn.Parameter, nn.Paramete
         return held["weight"], held.get("bias")
     owned: dict[str, Any] = task.owned
     return owned[f"{net.anatomy.head}.weight"], owned.get(f"{net.anatomy.head}.bias")
-
-
-@torch.no_grad()
-def _features(net: Network, name: str, batches: Iterable[Batch], device: torch.device) -> Batch:
-    """What the head takes in, for every image, with the task as it starts and in evaluation mode."""
-    task = net.tasks[name].eval()
-    graft = Graft(task).hang()
-    graft.refresh()
-    head = task.head if task.head is not None else graft.module.get_submodule(net.anatomy.head or "")
-    taken: list[Tensor] = []
-    labels: list[Tensor] = []
-    hook = head.register_forward_pre_hook(lambda layer, args: taken.append(args[0]))
-    try:
-        for images, targets in batches:
-            graft(placed(images, device))
-            labels.append(targets.to(device))
-    finally:
-        hook.remove()
-    features = torch.cat(taken)
-    return features.flatten(1) if _is_pixel(features) else features, torch.cat(labels)
 
 
 def _is_pixel(features: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from bitgraft.errors import TrainingError
 from bitgraft.methods import registry
@@ -28,6 +28,9 @@ class Shared(nn.Module):
 
     def roles(self) -> Iterator[tuple[str, nn.Parameter]]:
         return (("weights", parameter) for parameter in self.parameters())
+
+    def values(self) -> dict[str, Tensor]:
+        return self.state_dict()
 
     def release(self, tasks: Mapping[str, Task]) -> None:
         """Out of gradients' reach again."""

@@ -21,7 +21,7 @@ from bitgraft.training import optimisers
 from bitgraft.training.batches import Batches, turns
 from bitgraft.training.config import Config, preset
 from bitgraft.training.evaluation import Loader, validate
-from bitgraft.training.headstart import fit_head, settle_statistics
+from bitgraft.training.headstart import fit_head, look, settle_statistics
 from bitgraft.training.joint import SHARED, Shared, shared_weights
 from bitgraft.training.learner import Learner, Loss, Objective, trainable
 from bitgraft.training.observers import Observer
@@ -133,11 +133,9 @@ class _Run:
 
     def go(self, resume: bool) -> Result:
         state = self._resume() if resume else None
-        if state is None and self.config.head_start:
+        if state is None:
             for name, loader in self.train.items():
-                with over_processes(self.accelerator.num_processes):
-                    settle_statistics(self.net, name, loader, self.accelerator.device)
-                fit_head(self.net, name, self.objective.checked(name, loader.plain()), self.accelerator.device)
+                self._start(name, loader)
         for observer in self.observers:
             observer.begin(self.names, sum(map(self._epochs, self.phases)), len(self.turns), self.at.epochs_done)
         for phase in range(self.at.phase, len(self.phases)):
@@ -146,6 +144,18 @@ class _Run:
             self.at = Position(phase + 1, epochs_done=self.at.epochs_done)
         self._finish()
         return self.result
+
+    def _start(self, name: str, loader: Loader) -> None:
+        config, device = self.config, self.accelerator.device
+        if config.head_start:
+            with over_processes(self.accelerator.num_processes):
+                settle_statistics(self.net, name, loader, device)
+        level = config.level and config.statistics == "kept"
+        if config.head_start or level:
+            seen = look(self.net, name, self.objective.checked(name, loader.plain()), device, means=level)
+            if config.head_start:
+                fit_head(self.net, name, seen)
+            self.tasks[name].level(seen.means)
 
     def _run_phase(self, state: State | None) -> None:
         phase = self.phases[self.at.phase]
@@ -248,11 +258,13 @@ class _Run:
         is_last_phase = self.at.phase == len(self.phases) - 1  # an epoch before pruning is not one to keep
         if self.val and is_last_phase and self.result.is_better(record):
             self.result.best = record
-            self.best_state = {name: copied(held.state_dict()) for name, held in self.learned.items()}
+            self.best_state = {name: copied(held.values()) for name, held in self.learned.items()}
         return record
 
     def _finish(self) -> None:
         self.result.best_tasks = self.best_state
+        for task in self.tasks.values():
+            task.unlevel()
         if self.config.keep == "best" and self.best_state is not None:
             for name, held in self.learned.items():
                 held.load_state_dict(self.best_state[name])
@@ -266,6 +278,7 @@ class _Run:
         """Leave tasks to normalise as they would without us, and the backbone out of reach, however the run ended."""
         for task in self.tasks.values():
             task.holds_statistics = False
+            task.unlevel()
         if self.shared is not None:
             self.shared.release(self.tasks)
 
@@ -284,7 +297,8 @@ class _Run:
             optimizers = None if fresh_phase else [optimizer.state_dict() for optimizer in self.optimizers]
             tasks = {name: held.state_dict() for name, held in self.learned.items()}
             scaler = self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else None
-            state = State(self.at, self.result, tasks, optimizers, self.best_state, self.sums, scaler)
+            means = {name: task.means for name, task in self.tasks.items()}
+            state = State(self.at, self.result, tasks, optimizers, self.best_state, self.sums, scaler, means)
             save(self.path, self.config, state)
 
     def _resume(self) -> State:
@@ -294,6 +308,8 @@ class _Run:
         self.at, self.result, self.best_state = state.at, state.result, state.best_tasks
         for name, held in self.learned.items():
             held.load_state_dict(state.tasks[name])
+        for name, task in self.tasks.items():
+            task.level({weight: mean.to(self.accelerator.device) for weight, mean in state.means[name].items()})
         if self.accelerator.scaler is not None and state.scaler is not None:
             self.accelerator.scaler.load_state_dict(state.scaler)
         self.sums.copy_(state.sums)

@@ -100,7 +100,7 @@ def _taken(
     known = groups == 1 or groups == input.shape[1] == weight.shape[0]
     if not plain or not learns or not known or isinstance(padding, str) or input.dim() != 4:
         return None
-    stride, padding, dilation = _pair(stride), _pair(padding), _pair(dilation)
+    stride, padding, dilation = pair(stride), pair(padding), pair(dilation)
     height, width = (
         (input.shape[i + 2] + 2 * padding[i] - dilation[i] * (weight.shape[i + 2] - 1) - 1) // stride[i] + 1
         for i in (0, 1)
@@ -115,5 +115,5 @@ def _is_product(weight: Tensor, groups: int, stride: Pair, padding: Pair) -> boo
     return groups == 1 and tuple(weight.shape[2:]) == stride == (1, 1) and padding == (0, 0)
 
 
-def _pair(value: Any) -> Pair:
+def pair(value: Any) -> Pair:
     return (value, value) if isinstance(value, int) else (value[0], value[-1])
