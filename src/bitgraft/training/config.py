@@ -107,28 +107,32 @@ IMAGENET_TO_SKETCH = Config(size=224, crop="random-resized")
 DECATHLON = Config(epochs=60, drop_after=45, size=64, resize=72)
 QUICK = Config(
     steps=250,
-    rates={"scores": 1e-3, "k": 1e-3, "shift": 1e-4, "weights": 1e-3, "norms": 1e-3, "head": 1e-3},
+    rates={"scores": 2e-3, "k": 1e-3, "shift": 1e-4, "weights": 2e-3, "norms": 1e-3, "head": 1e-3},
     optimizers=dict.fromkeys(ROLES, "adam"),
     eps=1e-12,
     schedule="cosine",
     drop_after=None,
     warmup=1.0,
+    label_smoothing=0.1,
     follow=1e-3,
     centre=True,
+    level=True,
     steady=True,
     statistics="kept",
     head_start=True,
 )
+_UNLEVELLED = {"level": False, "label_smoothing": 0.0}
 BY_METHOD: Mapping[tuple[str, str], Mapping[str, Any]] = {
     ("quick", "full"): {"rates": {"k": 3e-3}},
     ("quick", "simple"): {"rates": {"k": 3e-3}},
-    ("quick", "piggyback-bn"): {"rates": {"scores": 3e-4}},
-    ("quick", "piggyback"): {"rates": {"scores": 2e-4}},
-    ("quick", "packnet"): {"own_pace": False},
-    ("quick", "dan"): {"rates": {"weights": 1e-4}},
-    ("quick", "adapters-series"): {"rates": {"weights": 1e-4}},
-    ("quick", "adapters-parallel"): {"rates": {"weights": 1e-4}},
-    ("quick", "adapters-joint"): {"rates": {"weights": 1e-4}},
+    ("quick", "piggyback-bn"): {"rates": {"scores": 3e-4}, **_UNLEVELLED},
+    ("quick", "piggyback"): {"rates": {"scores": 2e-4}, **_UNLEVELLED},
+    ("quick", "classifier"): _UNLEVELLED,
+    ("quick", "packnet"): {"rates": {"weights": 1e-3}, "own_pace": False, **_UNLEVELLED},
+    ("quick", "dan"): {"rates": {"weights": 1e-4}, **_UNLEVELLED},
+    ("quick", "adapters-series"): {"rates": {"weights": 1e-4}, **_UNLEVELLED},
+    ("quick", "adapters-parallel"): {"rates": {"weights": 1e-4}, **_UNLEVELLED},
+    ("quick", "adapters-joint"): {"rates": {"weights": 1e-4}, **_UNLEVELLED},
 }
 """(preset, method) -> what that method has otherwise; docs/results/quick.md has the grid it was chosen from."""
 OPTIONS: Mapping[tuple[str, str], Mapping[str, Any]] = {
