@@ -140,14 +140,13 @@ BY_METHOD: Mapping[tuple[str, str], Mapping[str, Any]] = {
     **{("quick", method): _RATES[method] for method in ("full", "simple")},
 }
 """(preset, method) -> what that method has otherwise; docs/results/quick.md has the grid it was chosen from."""
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "full": {"per": "channel"},
+    "simple": {"per": "channel"},
+    "packnet": {"keep": 0.75},
+}
 OPTIONS: Mapping[tuple[str, str], Mapping[str, Any]] = {
-    (name, method): given
-    for name in ("quick", "quick-unlevelled")
-    for method, given in {
-        "full": {"per": "channel"},
-        "simple": {"per": "channel"},
-        "packnet": {"keep": 0.75},
-    }.items()
+    (name, method): given for name in ("quick", "quick-unlevelled") for method, given in _OPTIONS.items()
 }
 """(preset, method) -> the method's options, where the protocol has others than the method."""
 PRESETS = {
