@@ -51,21 +51,24 @@ class Look:
 
 
 @torch.no_grad()
-def look(net: Network, name: str, batches: Iterable[Batch], device: torch.device, *, means: bool) -> Look:
-    """Run every image through the task as it is, in evaluation mode."""
+def look(
+    net: Network, name: str, batches: Iterable[Batch], device: torch.device, *, head: bool = False, means: bool = False
+) -> Look:
+    """Run every image through the task as it is, in evaluation mode, for a head to be fitted, for means, or for both."""
     task = net.tasks[name].eval()
     graft = Graft(task).hang()
     graft.refresh()
     seen, hooks = Look(), []
-    if task.card.head in ("classes", "linear"):
-        head = task.head if task.head is not None else graft.module.get_submodule(net.anatomy.head or "")
-        hooks.append(head.register_forward_pre_hook(lambda layer, args: seen.features.append(args[0])))
+    if head := head and task.card.head in ("classes", "linear"):
+        layer = task.head if task.head is not None else graft.module.get_submodule(net.anatomy.head or "")
+        hooks.append(layer.register_forward_pre_hook(lambda layer, args: seen.features.append(args[0])))
     inputs = Inputs({id(graft.module.get_parameter(name)): name for name in levelled(task)} if means else {})
     try:
         for images, targets in batches:
             with inputs:
                 graft(placed(images, device))
-            seen.labels.append(targets.to(device))
+            if head:
+                seen.labels.append(targets.to(device))
     finally:
         for hook in hooks:
             hook.remove()

@@ -152,7 +152,8 @@ class _Run:
                 settle_statistics(self.net, name, loader, device)
         level = config.level and config.statistics == "kept"
         if config.head_start or level:
-            seen = look(self.net, name, self.objective.checked(name, loader.plain()), device, means=level)
+            images = self.objective.checked(name, loader.plain())
+            seen = look(self.net, name, images, device, head=config.head_start, means=level)
             if config.head_start:
                 fit_head(self.net, name, seen)
             self.tasks[name].level(seen.means)
