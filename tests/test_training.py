@@ -531,6 +531,14 @@ def test_the_papers_protocols_are_as_published():
     assert DECATHLON.resize == 72
 
 
+def test_methods_that_were_not_measured_with_levelling_have_the_settings_they_were_measured_with():
+    levelled = {name for name in registry.method_names() if preset("quick", name).level}
+    assert levelled == {"full", "simple", "finetune"}
+    for name in registry.method_names():
+        same = preset("quick", name) == preset("quick-unlevelled", name)
+        assert same is (name not in levelled)
+
+
 def test_rates_by_step():
     from bitgraft.methods.registry import Phase
 

@@ -121,6 +121,14 @@ UNLEVELLED = Config(
 )
 """What `quick` was before levelling: the tables of docs/results that have every method were made with it."""
 QUICK = UNLEVELLED.changed(rates={"scores": 2e-3, "weights": 2e-3}, level=True, label_smoothing=0.1)
+
+
+def _unlevelled(given: Mapping[str, Any]) -> dict[str, Any]:
+    """For methods that have been measured so: back from `quick` to what it was."""
+    rates = {role: UNLEVELLED.rates[role] for role in ("scores", "weights")} | given.get("rates", {})
+    return {"level": False, "label_smoothing": 0.0, **given, "rates": rates}
+
+
 _RATES: Mapping[str, Mapping[str, Any]] = {
     "full": {"rates": {"k": 3e-3}},
     "simple": {"rates": {"k": 3e-3}},
@@ -132,11 +140,11 @@ _RATES: Mapping[str, Mapping[str, Any]] = {
     "adapters-parallel": {"rates": {"weights": 1e-4}},
     "adapters-joint": {"rates": {"weights": 1e-4}},
     "classifier": {},
+    "lora": {},
 }
-_AS_BEFORE = {"level": False, "label_smoothing": 0.0}  # for methods that have been measured that way alone
 BY_METHOD: Mapping[tuple[str, str], Mapping[str, Any]] = {
     **{("quick-unlevelled", method): given for method, given in _RATES.items()},
-    **{("quick", method): {**given, **_AS_BEFORE} for method, given in _RATES.items()},
+    **{("quick", method): _unlevelled(given) for method, given in _RATES.items()},
     **{("quick", method): _RATES[method] for method in ("full", "simple")},
 }
 """(preset, method) -> what that method has otherwise; docs/results/quick.md has the grid it was chosen from."""

@@ -54,7 +54,7 @@ class Look:
 def look(
     net: Network, name: str, batches: Iterable[Batch], device: torch.device, *, head: bool = False, means: bool = False
 ) -> Look:
-    """Run every image through the task as it is, in evaluation mode, for a head to be fitted, for means, or for both."""
+    """Run every image through the task as it is, in evaluation mode, for its head to be fitted, for means, or both."""
     task = net.tasks[name].eval()
     graft = Graft(task).hang()
     graft.refresh()
