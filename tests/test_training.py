@@ -501,7 +501,8 @@ def test_two_processes_give_what_one_gives(tmp_path, method):
     one, two = found
     for name, tensor in one["tensors"].items():
         if tensor.is_floating_point():
-            assert torch.allclose(tensor, two["tensors"][name], atol=1e-5), name
+            # levelled biases are sums over whole filters, and so is what rounding makes of them
+            assert torch.allclose(tensor, two["tensors"][name], rtol=1e-4, atol=1e-5), name
     for a, b in zip(one["history"], two["history"], strict=True):
         assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-4)
         assert a["val_accuracy"] == pytest.approx(b["val_accuracy"], abs=0.04)
@@ -569,5 +570,5 @@ def test_bad_settings_are_one_sentence(changes, message):
 
 
 def test_unknown_preset():
-    with pytest.raises(TrainingError, match="known are quick, imagenet-to-sketch, decathlon"):
+    with pytest.raises(TrainingError, match="known are quick, quick-unlevelled, imagenet-to-sketch, decathlon"):
         preset("fast")

@@ -90,7 +90,7 @@ def test_gradients_of_shared_weights_are_those_of_an_ordinary_module():
     sgd = SHORT.changed(
         epochs=1, batch=50, optimizers=dict.fromkeys(SHORT.optimizers, "sgd"), rates=dict.fromkeys(SHORT.rates, 0.1),
         momentum=0.0, head_start=False, statistics="batch", warmup=0.0, schedule="constant", eps=1e-8,
-        centre=False,
+        centre=False, label_smoothing=0.0,
     )  # fmt: skip
     net = joint_network()
     plain = {}
