@@ -85,7 +85,8 @@ class Task(nn.Module):
     def tensors(self) -> dict[str, Tensor]:
         """The replacement tensors, by the backbone's own names, in the backbone's dtypes."""
         held = self._tensors_as_held()
-        return {**held, **{name: bias.to(held[name].dtype) for name, bias in self._levelled(held).items()}}
+        held.update((name, bias.to(held[name].dtype)) for name, bias in self._levelled(held).items())
+        return held
 
     def _tensors_as_held(self) -> dict[str, Tensor]:
         replaced = {name: self.anatomy.tensor(name) for name in self.shared}
@@ -101,11 +102,11 @@ class Task(nn.Module):
         """Biases of norm layers, less what changed weights add to the mean of what the layers take in."""
         biases: dict[str, Tensor] = {}
         for name, mean in self.means.items():
-            layer = self.anatomy.weights[name].feeds
+            layer = str(self.anatomy.weights[name].feeds)
+            norm: Any = self.anatomy.backbone.get_submodule(layer)
             change = widened(tensors[name]) - widened(self.anatomy.tensor(name).detach())
             scale, variance = (widened(tensors[f"{layer}.{part}"]) for part in ("weight", "running_var"))
-            eps: float = self.anatomy.backbone.get_submodule(str(layer)).eps  # type: ignore[assignment]
-            added = (change * mean).flatten(1).sum(1) * scale * torch.rsqrt(variance + eps)
+            added = (change * mean).flatten(1).sum(1) * scale * torch.rsqrt(variance + norm.eps)
             biases[f"{layer}.bias"] = widened(tensors[f"{layer}.bias"]) - added
         return biases
 

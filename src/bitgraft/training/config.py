@@ -134,7 +134,7 @@ _RATES: Mapping[str, Mapping[str, Any]] = {
     "simple": {"rates": {"k": 3e-3}},
     "piggyback-bn": {"rates": {"scores": 3e-4}},
     "piggyback": {"rates": {"scores": 2e-4}},
-    "packnet": {"rates": {"weights": 1e-3}, "own_pace": False},
+    "packnet": {"own_pace": False},
     "dan": {"rates": {"weights": 1e-4}},
     "adapters-series": {"rates": {"weights": 1e-4}},
     "adapters-parallel": {"rates": {"weights": 1e-4}},

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from bitgraft.task import Task
-from bitgraft.training.smallmaps import pair, weight_gradient
+from bitgraft.training.smallmaps import is_simple, pair, weight_gradient
 
 
 def levelled(task: Task) -> list[str]:
@@ -57,7 +57,7 @@ class Inputs(TorchFunctionMode):
     ) -> None:
         """The gradient of a kernel is the sum of what it takes in where every output counts for one."""
         name = self.kernels.get(id(weight))
-        if name is None or isinstance(padding, str) or not (groups == 1 or groups == input.shape[1] == weight.shape[0]):
+        if name is None or not is_simple(input, weight, padding, groups):
             return
         shape = torch.Size((1, *weight.shape[1:])) if groups == 1 else weight.shape
         ones = output.new_ones(1, 1, 1, 1).expand(len(output), shape[0], *output.shape[2:])

@@ -97,8 +97,7 @@ def _taken(
     """The arguments of `_SmallMap`, if this convolution is one for it."""
     plain = input.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     learns = weight.requires_grad and torch.is_grad_enabled()
-    known = groups == 1 or groups == input.shape[1] == weight.shape[0]
-    if not plain or not learns or not known or isinstance(padding, str) or input.dim() != 4:
+    if not plain or not learns or not is_simple(input, weight, padding, groups) or input.dim() != 4:
         return None
     stride, padding, dilation = pair(stride), pair(padding), pair(dilation)
     height, width = (
@@ -113,6 +112,11 @@ def _taken(
 def _is_product(weight: Tensor, groups: int, stride: Pair, padding: Pair) -> bool:
     """Each pixel by itself."""
     return groups == 1 and tuple(weight.shape[2:]) == stride == (1, 1) and padding == (0, 0)
+
+
+def is_simple(input: Tensor, weight: Tensor, padding: Any, groups: int) -> bool:
+    """Whether it is a convolution for `weight_gradient`: dense or depthwise, its padding in numbers."""
+    return not isinstance(padding, str) and (groups == 1 or groups == input.shape[1] == weight.shape[0])
 
 
 def pair(value: Any) -> Pair:
