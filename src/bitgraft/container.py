@@ -3,13 +3,14 @@
 We write them ourselves, so that the same content gives the same bytes whatever version of safetensors is installed.
 """
 
+import functools
 import json
 import math
 import re
 import struct
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ LINE = 64  # bytes
 DEPTH = 32  # how deep metadata may be nested
 HEADER_LIMIT = 100_000_000  # bytes; safetensors reads no longer one
 ORDERED = ("leans_on", "shapes")  # metadata whose own order means something
+KEPT = 1 << 20  # characters of a header's part that says where tensors are, of which the last few are remembered
+METADATA = "__metadata__"
+OURS = re.compile(r'\{"__metadata__":\{"bitgraft":("[^"\\]*(?:\\.[^"\\]*)*")\},')  # how a header of bitgraft's begins
 BLANK = "0" * 32
 CHECKSUM = re.compile(rb'(?<=\\"checksum\\":\\")[0-9a-f]{32}(?=\\")')
 DTYPES = {
@@ -43,7 +47,7 @@ def encode(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> list[byte
 
     The largest elements come first, and matrices before vectors, then names decide: so the head begins on a cache line.
     """
-    header: dict[str, Any] = {"__metadata__": {"bitgraft": _text({**about, "checksum": BLANK, "format": FORMAT})}}
+    header: dict[str, Any] = {METADATA: {"bitgraft": _text({**about, "checksum": BLANK, "format": FORMAT})}}
     order, start = sorted(tensors, key=lambda name: (-tensors[name].element_size(), tensors[name].dim() < 2, name)), 0
     for name in order:
         end = start + tensors[name].nbytes
@@ -66,22 +70,25 @@ def encode(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> list[byte
 
 def decode(data: memoryview, source: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Metadata and tensors, which stay where they are in `data`, checked against the checksum."""
-    header, about = _header(data, source)
+    about, places, start = _header(data, source)
     if type(about.get("format")) is not int or about["format"] < 1:
         raise CorruptError(f"{source} states no format that bitgraft knows: it is damaged, or not a task file")
     if about["format"] > FORMAT:
         raise NewerFormatError(
             f"{source} is of task format {about['format']}, this bitgraft reads up to {FORMAT}; install a newer one"
         )
-    _refuse_cut(header, data, source)
+    try:
+        layout = _layout(places) if len(places) < KEPT else _read_layout(places)
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as cause:
+        raise CorruptError(f"{source} is damaged: not a valid safetensors file ({cause}); get a fresh copy") from cause
+    whole = start + layout[-1].end if layout else start
+    if len(data) < whole:
+        raise CorruptError(f"{source} is truncated: {len(data)} of {whole} bytes are here; get a fresh copy")
+    if len(data) > whole:
+        raise CorruptError(f"{source} is not a valid safetensors file (there are bytes behind the last tensor)")
     if _digest(data) != about.get("checksum"):
         raise CorruptError(f"{source} does not match its checksum: it is damaged; get a fresh copy")
-    if too_deep(about) or set(header["__metadata__"]) != {"bitgraft"}:
-        raise CorruptError(f"{source} has metadata beside bitgraft's own, or nested deeper than {DEPTH}: not usable")
-    try:
-        return about, _tensors(header, data)
-    except (ValueError, TypeError, LookupError, OverflowError) as cause:  # the checksum holds: not bitgraft's writing
-        raise CorruptError(f"{source} is not a valid safetensors file ({cause})") from cause
+    return about, _tensors(layout, data, start)
 
 
 def raw(tensor: Tensor) -> memoryview:
@@ -117,8 +124,9 @@ def _canonical(value: Any, sort: bool) -> str:
     return json.dumps(value, sort_keys=sort, separators=(",", ":"), allow_nan=False)
 
 
-def _header(data: memoryview, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The safetensors header and bitgraft's part of it, without trusting anything about them."""
+def _header(data: memoryview, source: str) -> tuple[dict[str, Any], str, int]:
+    """bitgraft's part of the safetensors header, the part that says where tensors are, as JSON still, and where they
+    begin. Nothing about them is trusted."""
     if not data:
         raise CorruptError(f"{source} is empty; get a fresh copy")
     (size,) = struct.unpack("<Q", bytes(data[:8]).ljust(8, b"\0"))
@@ -127,14 +135,24 @@ def _header(data: memoryview, source: str) -> tuple[dict[str, Any], dict[str, An
             f"{source} is truncated, or not a task file: its header would take {size} of {len(data)} bytes"
         )
     try:
-        header = _strict_json(str(data[8 : 8 + size], "utf-8"))
-        text = header.get("__metadata__", {}).get("bitgraft")
+        metadata, places = _split(str(data[8 : 8 + size], "utf-8"))
+        text = metadata.get("bitgraft")
         about = _strict_json(text) if isinstance(text, str) else None
-    except (ValueError, AttributeError, RecursionError) as cause:
+    except (ValueError, TypeError, AttributeError, RecursionError) as cause:
         raise CorruptError(f"{source} is damaged, or not a task file ({cause})") from cause
     if not isinstance(about, dict):
         raise CorruptError(f"{source} is no bitgraft task file: its safetensors header has no entry 'bitgraft'")
-    return header, about
+    if too_deep(about) or len(metadata) > 1:
+        raise CorruptError(f"{source} has metadata beside bitgraft's own, or nested deeper than {DEPTH}: not usable")
+    return about, places, 8 + size
+
+
+def _split(header: str) -> tuple[dict[str, Any], str]:
+    """The metadata, and the rest of the header. A header that bitgraft wrote is not read whole for that."""
+    if ours := OURS.match(header):
+        return {"bitgraft": json.loads(ours[1])}, "{" + header[ours.end() :]
+    read = _strict_json(header)
+    return read.pop(METADATA, {}), json.dumps(read)
 
 
 def _strict_json(text: str) -> Any:
@@ -154,33 +172,42 @@ def _finite(text: str) -> float:
     return value
 
 
-def _refuse_cut(header: Mapping[str, Any], data: memoryview, source: str) -> None:
-    (size,) = struct.unpack_from("<Q", data)
-    try:
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        whole = 8 + size + max(map(int, ends), default=0)
-    except (TypeError, ValueError, LookupError) as cause:
-        raise CorruptError(f"{source} is damaged: its header does not say where tensors are") from cause
-    if len(data) < whole:
-        raise CorruptError(f"{source} is truncated: {len(data)} of {whole} bytes are here; get a fresh copy")
+class Place(NamedTuple):
+    """Where a tensor is: bytes behind the header."""
+
+    name: str
+    dtype: torch.dtype
+    shape: list[int]
+    begin: int
+    end: int
 
 
-def _tensors(header: Mapping[str, Any], data: memoryview) -> dict[str, Tensor]:
-    """The tensors, all in one stretch of memory: a resident task costs what its file takes."""
-    (size,) = struct.unpack_from("<Q", data)
-    start, reached, found = 8 + size, 0, {}
-    room = len(data) - start
-    whole = torch.frombuffer(data, dtype=torch.uint8)  # one storage for all: a thousand tasks have 300,000 tensors
-    storage, blanks = whole.untyped_storage(), {dtype: whole.new_empty(0, dtype=dtype) for dtype in KINDS.values()}
-    entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
-    for name, entry in sorted(entries, key=lambda pair: pair[1]["data_offsets"]):
+def _read_layout(places: str) -> tuple[Place, ...]:
+    """Where tensors are, in order and without gaps, or a `ValueError` and the like that says what is wrong."""
+    entries, found, reached = _strict_json(places), [], 0
+    if METADATA in entries:
+        raise ValueError("a key comes twice")
+    for name, entry in sorted(entries.items(), key=lambda pair: pair[1]["data_offsets"]):
         dtype, shape, (begin, end) = KINDS[entry["dtype"]], entry["shape"], entry["data_offsets"]
         if type(begin) is not int or type(end) is not int or begin != reached or len(entry) != 3:
             raise ValueError(f"{name!r} does not begin where the tensor before it ends")
-        if not isinstance(shape, list) or not _are_sizes(shape):
+        if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
             raise ValueError(f"{name!r} has no shape")
-        if math.prod(shape) * dtype.itemsize != end - begin or end > room:
+        if math.prod(shape) * dtype.itemsize != end - begin:
             raise ValueError(f"{name!r} does not take the bytes that its shape and dtype give")
+        found.append(Place(name, dtype, shape, begin, end))
+        reached = end
+    return tuple(found)
+
+
+_layout = functools.lru_cache(maxsize=32)(_read_layout)  # tasks of one method on one backbone have the same
+
+
+def _tensors(layout: Sequence[Place], data: memoryview, start: int) -> dict[str, Tensor]:
+    """The tensors, all in one stretch of memory: a resident task costs what its file takes."""
+    whole, found = torch.frombuffer(data, dtype=torch.uint8), {}
+    storage, blanks = whole.untyped_storage(), {dtype: whole.new_empty(0, dtype=dtype) for dtype in KINDS.values()}
+    for name, dtype, shape, begin, _ in layout:  # a thousand tasks have 300,000 of them: one storage for all
         place, astray = divmod(start + begin, dtype.itemsize)
         if astray or sys.byteorder != "little":  # bitgraft's own files are aligned
             tensor = _copied(whole, dtype, shape, start + begin)
@@ -188,17 +215,8 @@ def _tensors(header: Mapping[str, Any], data: memoryview) -> dict[str, Tensor]:
             tensor = blanks[dtype].data.set_(storage, place, shape)  # type: ignore[call-overload]
         if len(shape) > 1 and dtype.is_floating_point:
             tensor = _on_a_line(tensor)
-        found[name], reached = tensor, end
-    if reached != room:
-        raise ValueError("there are bytes behind the last tensor")
+        found[name] = tensor
     return found
-
-
-def _are_sizes(shape: list[Any]) -> bool:
-    for size in shape:  # noqa: SIM110 - all(...) takes three times as long, and this is asked of every tensor
-        if type(size) is not int or size < 0:
-            return False
-    return True
 
 
 def _on_a_line(matrix: Tensor) -> Tensor:

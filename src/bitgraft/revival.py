@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from bitgraft.anatomy import Anatomy, describe
 from bitgraft.archive import COUNTER, PACKED, Archive, stored_dtype
 from bitgraft.errors import ClassesError, CorruptError, TaskError, WrongBackboneError
-from bitgraft.layers import is_norm
+from bitgraft.layers import is_norm, is_parameter
 from bitgraft.masks import packed_size
 from bitgraft.methods import registry
 from bitgraft.task import Card, Task
@@ -50,7 +50,7 @@ def _check_places(archive: Archive, anatomy: Anatomy, base: Mapping[str, Tensor]
     task, head = f"task {archive.card.name!r}", archive.head_layer
     for name, shape in archive.shapes.items():
         found = base.get(name)
-        if not isinstance(found, nn.Parameter) or not found.is_floating_point() or found.dim() < 2:
+        if not is_parameter(found) or not found.is_floating_point() or found.dim() < 2:
             raise WrongBackboneError(f"{task} transforms {name!r}, which is no weight of the backbone")
         if found.shape != shape:
             raise WrongBackboneError(
@@ -153,7 +153,7 @@ def _like(model: Tensor, tensor: Tensor) -> Tensor:
 
     Where nothing is to be changed, it stays in the memory that the file was read into.
     """
-    learned = isinstance(model, nn.Parameter)
+    learned = is_parameter(model)
     placed = tensor.to(model.device, tensor.dtype if learned else model.dtype)
     if placed.stride() != model.stride() and placed.shape == model.shape:
         placed = torch.empty_like(model, dtype=placed.dtype).copy_(placed)

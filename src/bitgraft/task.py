@@ -14,6 +14,7 @@ from torch.amp.autocast_mode import is_autocast_available
 from bitgraft.anatomy import Anatomy
 from bitgraft.borrowing import own_mask
 from bitgraft.errors import TaskError, UnsafeNameError
+from bitgraft.layers import is_parameter
 from bitgraft.starting import begin_as
 from bitgraft.transforms import Masked, Prunable, Transform, widened
 
@@ -274,5 +275,5 @@ def dotted(key: str) -> str:
 
 def _register(holder: nn.Module, name: str, tensor: Tensor) -> None:
     """Into the holder's own dict: what `register_parameter` checks holds here, and takes most of a task's loading."""
-    held: dict[str, Any] = holder._parameters if isinstance(tensor, nn.Parameter) else holder._buffers
+    held: dict[str, Any] = holder._parameters if is_parameter(tensor) else holder._buffers
     held[dotless(name)] = tensor
