@@ -1,6 +1,7 @@
-"""What a task starts from: its norm layers' statistics settled on the data, its head fitted on cached features.
+"""What a task starts from: its norm layers' statistics settled on the data, its head fitted on cached features, and
+the means that changes of its weights are levelled by.
 
-Both take seconds and save epochs. Statistics come first: a head that was fitted to features normalised by the
+They take seconds and save epochs. Statistics come first: a head that was fitted to features normalised by the
 backbone's statistics is of no use once the task's own batches do the normalising.
 """
 
@@ -9,17 +10,37 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bitgraft.graft import Graft
 from bitgraft.network import Network
+from bitgraft.training.config import Config
+from bitgraft.training.evaluation import Loader
+from bitgraft.training.learner import Objective
 from bitgraft.training.levelling import Inputs, levelled
 from bitgraft.training.placing import placed
+from bitgraft.training.statistics import over_processes
 
 Batch = tuple[Tensor, Tensor]
 STEPS = 300
 DECAY = 1e-4
+
+
+def begin(
+    net: Network, name: str, loader: Loader, objective: Objective, config: Config, accelerator: Accelerator
+) -> None:
+    """What the configuration asks for before a task's first step."""
+    level = config.level and config.statistics == "kept"
+    if config.head_start:
+        with over_processes(accelerator.num_processes):
+            settle_statistics(net, name, loader, accelerator.device)
+    if config.head_start or level:
+        images = objective.checked(name, loader.plain())
+        seen = look(net, name, images, accelerator.device, head=config.head_start, means=level)
+        fit_head(net, name, seen)
+        net.tasks[name].level(seen.means)
 
 
 @torch.no_grad()

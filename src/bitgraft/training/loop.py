@@ -21,7 +21,7 @@ from bitgraft.training import optimisers
 from bitgraft.training.batches import Batches, turns
 from bitgraft.training.config import Config, preset
 from bitgraft.training.evaluation import Loader, validate
-from bitgraft.training.headstart import fit_head, look, settle_statistics
+from bitgraft.training.headstart import begin
 from bitgraft.training.joint import SHARED, Shared, shared_weights
 from bitgraft.training.learner import Learner, Loss, Objective, trainable
 from bitgraft.training.observers import Observer
@@ -135,7 +135,7 @@ class _Run:
         state = self._resume() if resume else None
         if state is None:
             for name, loader in self.train.items():
-                self._start(name, loader)
+                begin(self.net, name, loader, self.objective, self.config, self.accelerator)
         for observer in self.observers:
             observer.begin(self.names, sum(map(self._epochs, self.phases)), len(self.turns), self.at.epochs_done)
         for phase in range(self.at.phase, len(self.phases)):
@@ -144,19 +144,6 @@ class _Run:
             self.at = Position(phase + 1, epochs_done=self.at.epochs_done)
         self._finish()
         return self.result
-
-    def _start(self, name: str, loader: Loader) -> None:
-        config, device = self.config, self.accelerator.device
-        if config.head_start:
-            with over_processes(self.accelerator.num_processes):
-                settle_statistics(self.net, name, loader, device)
-        level = config.level and config.statistics == "kept"
-        if config.head_start or level:
-            images = self.objective.checked(name, loader.plain())
-            seen = look(self.net, name, images, device, head=config.head_start, means=level)
-            if config.head_start:
-                fit_head(self.net, name, seen)
-            self.tasks[name].level(seen.means)
 
     def _run_phase(self, state: State | None) -> None:
         phase = self.phases[self.at.phase]
