@@ -139,8 +139,10 @@ def test_a_suite_may_begin_with_another(tmp_path):
     assert held.config == {"steps": 7}  # a table comes in place of the other's
     assert held.datasets == (ours.dataset("dtd"), ours.dataset("gtsrb"))
     assert [(row.row, row.order) for row in held.rows] == [("packnet-up", ("dtd", "gtsrb")), ("finetune", ())]
-    (tmp_path / "further.toml").write_text('like = "mine.toml"\nname = "further"\nrows = ["finetune"]\n')
-    assert [row.row for row in load_suite(tmp_path / "further.toml").rows] == ["finetune"]
+    own = 'rows = ["finetune", { row = "own", method = "full", seeds = [1] }]'
+    (tmp_path / "further.toml").write_text(f'like = "mine.toml"\nname = "further"\n{own}\n')
+    rows = load_suite(tmp_path / "further.toml").rows
+    assert [(row.row, row.seeds) for row in rows] == [("finetune", None), ("own", (1,))]
     for text, said in (
         ('like = "decathlon-mimi"', "did you mean 'decathlon-mini'"),
         ("like = 3", "like is 3, not the name of a suite"),

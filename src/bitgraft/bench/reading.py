@@ -82,15 +82,15 @@ def _narrowed(row: Mapping[str, Any], names: Sequence[Any]) -> dict[str, Any]:
 
 
 def _picked(wanted: Any, held: Mapping[str, Any], part: str, name: str | Path) -> Any:
-    """Tables of one's own, or some of the other suite's by their names."""
-    if not isinstance(wanted, list) or not wanted or not all(isinstance(word, str) for word in wanted):
+    """Tables of one's own, and those of the other suite that are named in their place."""
+    if not isinstance(wanted, list):
         return wanted
     known = {table["row" if part == "rows" else "name"]: table for table in held.get(part, ())}
-    if strange := [word for word in wanted if word not in known]:
+    if strange := [word for word in wanted if isinstance(word, str) and word not in known]:
         raise SuiteError(
             f"suite {name}: {part} has {strange[0]!r}, but the suite that it is like has {', '.join(known)}"
         )
-    return [known[word] for word in wanted]
+    return [known[word] if isinstance(word, str) else word for word in wanted]
 
 
 def _ours(name: str) -> str:
