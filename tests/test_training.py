@@ -534,9 +534,9 @@ def test_the_papers_protocols_are_as_published():
 
 def test_methods_that_were_not_measured_with_levelling_have_the_settings_they_were_measured_with():
     as_before = ["classifier", "dan", "adapters-series", "adapters-parallel", "adapters-joint", "packnet", "lora"]
-    for name in [*as_before, "piggyback", "piggyback-bn"]:
+    for name in [*as_before, "piggyback"]:
         assert preset("quick", name) == preset("quick-unlevelled", name)
-    for name in ("full", "simple", "finetune"):
+    for name in ("full", "simple", "piggyback-bn", "finetune"):
         assert preset("quick", name).level
         assert not preset("quick-unlevelled", name).level
 
