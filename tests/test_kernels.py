@@ -87,6 +87,34 @@ def test_the_gradient_to_m_is_the_references_to_the_last_bit_and_sums_are_exact_
         torch.testing.assert_close(sums.double(), exact, rtol=1e-4, atol=1e-5)
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(0, 2**20),
+    st.tuples(st.integers(1, 5), st.integers(1, 20), st.integers(1, 4), st.integers(1, 4)),
+    st.booleans(),
+    st.booleans(),
+)
+def test_with_the_channels_innermost_there_is_the_same(seed, shape, per_row, odd):
+    filters, *rest = shape
+    weight, scores, grad, k = draw(seed, filters, int(np.prod(rest)), odd)
+    weight, scores, grad = (t.view(shape) for t in (weight, scores, grad))
+    k = k if per_row else k[:, 0].clone()
+    plain = kernels.forward(scores, 0.1, weight, k)
+    for turned in (
+        kernels.forward(scores, 0.1, weight, k, innermost=True),
+        kernels.switch(pack(scores >= 0.1), weight, k, innermost=True),
+    ):
+        assert turned.is_contiguous(memory_format=torch.channels_last)
+        same_bits(turned, plain)
+    laid_out = grad.contiguous(memory_format=torch.channels_last)
+    to_mask, sums = kernels.backward(laid_out, scores, 0.1, weight, k)
+    expected, expected_sums = kernels.backward(grad, scores, 0.1, weight, k)
+    assert to_mask.stride() == scores.stride()
+    same_bits(to_mask, expected)
+    if not odd:
+        torch.testing.assert_close(sums, expected_sums, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.usefixtures("threads")
 def test_results_do_not_depend_on_threads():
     weight, scores, grad, k = draw(1, 3, 5000, False)
@@ -121,8 +149,9 @@ LAYERS = [nn.Conv2d(4, 6, 3), nn.Conv2d(4, 6, 3, groups=2), nn.Linear(7, 5), nn.
 )
 @pytest.mark.parametrize("follows", [False, True])
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("innermost", [False, True])
 def test_a_layer_learns_the_same_with_and_without_the_compiled_loops(
-    layer, per, surrogate, k, follows, memory, monkeypatch
+    layer, per, surrogate, k, follows, memory, innermost, monkeypatch
 ):
     tensor = layer.weight.detach()
     tensor = tensor.to(memory_format=memory) if tensor.dim() == 4 else tensor
@@ -134,8 +163,12 @@ def test_a_layer_learns_the_same_with_and_without_the_compiled_loops(
     for fast in (True, False):
         monkeypatch.setattr(kernels, "SMALL", 0 if fast else 1 << 40)
         made = build(weight, options.rule(weight), tensor, follows)
+        made.innermost = innermost
         learning = made(tensor)
-        assert learning.stride() == tensor.stride()
+        if innermost and kind == "conv":
+            assert learning.is_contiguous(memory_format=torch.channels_last)
+        elif not innermost:
+            assert learning.stride() == tensor.stride()
         learning.backward(upstream)
         gradients = [p.grad for p in (made.k, made.shift) if p is not None]
         scores = made.scores.grad
@@ -197,7 +230,17 @@ def test_a_forked_process_computes_the_same_in_one_thread_and_the_switch_off_wor
 
 def test_pieces_cover_every_element_once():
     for count, rows in [(1, 1), (36, 1), (37, 1), (38, 1), (1000, 1), (12, 12), (400, 4)]:
-        starts, sizes, row = kernels._pieces(count, rows)
+        starts, sizes, row = kernels._pieces((count, 1, 1), rows)
         covered = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, sizes, strict=True)])
         assert covered.tolist() == list(range(count))
         assert row.tolist() == [start // (count // rows) for start in starts]
+
+
+def test_pieces_of_turned_weights_are_whole_filters():
+    for filters, rows in [((5, 3, 9), 1), ((5, 3, 9), 5), ((7, 50, 2), 1), ((7, 2, 4), 1)]:
+        size = filters[1] * filters[2]
+        starts, sizes, row = kernels._pieces(filters, rows)
+        covered = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, sizes, strict=True)])
+        assert covered.tolist() == list(range(filters[0] * size))
+        assert not (starts % size).any()
+        assert row.tolist() == [start // (filters[0] * size // rows) for start in starts]

@@ -45,15 +45,16 @@ def test_gradients_are_those_of_the_plain_convolution(
     y, expected, _ = gradients(x, weight, bias, **how)
     with SmallMaps():
         z, found, name = gradients(x, weight, bias, **how)
-    assert torch.equal(y, z)
-    assert (name == "_SmallMapBackward") == (y[0, 0].numel() <= (16 if dense else kernel[0] * kernel[1]))
+    torch.testing.assert_close(y, z, rtol=1e-5, atol=1e-5)
+    pixels = 256 if kernel == (1, 1) else 16
+    assert (name == "_SmallMapBackward") == (y[0, 0].numel() <= (pixels if dense else kernel[0] * kernel[1]))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_convolutions_in_groups_and_large_maps_are_left_alone():
     x, weight = torch.randn(2, 4, 2, 2), torch.randn(4, 2, 3, 3)
-    large, dense = torch.randn(2, 4, 5, 5), torch.randn(4, 4, 1, 1)
+    large, dense = torch.randn(2, 4, 7, 7), torch.randn(4, 4, 3, 3)
     with SmallMaps():
         _, _, grouped = gradients(x, weight, None, padding=1, groups=2)
         _, _, wide = gradients(large, dense, None)

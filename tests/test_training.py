@@ -487,8 +487,8 @@ TWO = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize("method", ["full", "finetune"])
-def test_two_processes_give_what_one_gives(tmp_path, method):
+@pytest.mark.parametrize(("method", "rounding"), [("full", 1e-3), ("finetune", 1e-5)])
+def test_two_processes_give_what_one_gives(tmp_path, method, rounding):
     """Same global batch, batch-norm statistics over both, within rounding."""
     found = []
     for world in (1, 2):
@@ -501,8 +501,8 @@ def test_two_processes_give_what_one_gives(tmp_path, method):
     one, two = found
     for name, tensor in one["tensors"].items():
         if tensor.is_floating_point():
-            # levelled biases are sums over whole filters, and so is what rounding makes of them
-            assert torch.allclose(tensor, two["tensors"][name], rtol=1e-4, atol=1e-5), name
+            # with levelling k1 has next to no gradient, of whose rounding Adam makes steps; biases make up for it
+            assert torch.allclose(tensor, two["tensors"][name], rtol=rounding, atol=rounding / 10), name
     for a, b in zip(one["history"], two["history"], strict=True):
         assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-4)
         assert a["val_accuracy"] == pytest.approx(b["val_accuracy"], abs=0.04)

@@ -91,11 +91,10 @@ class Coordinates:
         self, to_values: Tensor, shifted: bool, k2: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
         """dE/dk and dE/dshift from dE/dk0..k3, and from k2 itself where it follows R."""
+        rows = list(to_values.unbind())
         if k2 is not None:
-            rows = list(to_values.unbind())
             rows[2] = PACE * k2 * (rows[2] - rows[1] / 2)
-            to_values = torch.stack(rows)
-        return to_values[list(self.kept)] if self.kept else None, to_values[1] if shifted else None
+        return torch.stack([rows[i] for i in self.kept]) if self.kept else None, rows[1] if shifted else None
 
 
 def mean_size(scores: Tensor, threshold: float, channel: tuple[int, ...]) -> Tensor:
@@ -122,7 +121,8 @@ def from_bits(
 
 
 class LearnedAffine(torch.autograd.Function):
-    """`affine` with the surrogate gradient to R. Saves R, W and the four k: no copy, no mask."""
+    """`affine` with the surrogate gradient to R. Saves R, W and the four k: no copy, no mask. `innermost` gives W~ of a
+    convolution with the channels innermost, whatever W has."""
 
     @staticmethod
     def forward(
@@ -135,14 +135,16 @@ class LearnedAffine(torch.autograd.Function):
         rule: MaskRule,
         coordinates: Coordinates,
         channel: tuple[int, ...],
+        innermost: bool,
     ) -> Tensor:
         size = mean_size(scores, rule.threshold, channel) if coordinates.follows else None
         values = coordinates.values(constants, k, shift, size)
         ctx.save_for_backward(scores, values, weight)
         ctx.rule, ctx.coordinates, ctx.channel, ctx.shifted = rule, coordinates, channel, shift is not None
         if _in_rows(channel) and kernels.suits(weight, scores):
-            return kernels.forward(scores, rule.threshold, weight, values)
-        return affine(weight, threshold(scores, rule.threshold, scores.dtype), values.view(4, *channel))
+            return kernels.forward(scores, rule.threshold, weight, values, innermost)
+        plain = affine(weight, threshold(scores, rule.threshold, scores.dtype), values.view(4, *channel))
+        return plain.contiguous(memory_format=torch.channels_last) if innermost else plain
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -153,7 +155,8 @@ class LearnedAffine(torch.autograd.Function):
         to_mask: Tensor | None
         sums: Tensor | None
         if _in_rows(ctx.channel) and grad.dtype == torch.float32 and kernels.suits(weight, scores):
-            to_mask, sums = kernels.backward(strided_like(weight, grad), scores, rule.threshold, weight, values)
+            grad = grad if kernels.is_turned(weight, grad) else strided_like(weight, grad)
+            to_mask, sums = kernels.backward(grad, scores, rule.threshold, weight, values)
         else:
             to_mask, sums = _gradients(grad, scores, values, weight, rule, ctx.channel, ctx.needs_input_grad)
         to_scores = to_k = to_shift = None
@@ -164,7 +167,7 @@ class LearnedAffine(torch.autograd.Function):
         if sums is not None:
             to_values = sums.view_as(values).to(values.dtype)
             to_k, to_shift = ctx.coordinates.gradients(to_values, ctx.shifted, values[2] if follows else None)
-        return to_scores, to_k, to_shift, None, None, None, None, None
+        return to_scores, to_k, to_shift, None, None, None, None, None, None
 
 
 def _in_rows(channel: tuple[int, ...]) -> bool:

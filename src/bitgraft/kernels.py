@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 SMALL = 1 << 14  # weights below this many elements are not worth a call, and none is worth importing a compiler for
-PIECE = 1 << 15  # elements that a thread takes at a time: three arrays of them stay in its cache
+PIECE = 1 << 17  # elements that a thread takes at a time: memory is read faster in long stretches
 _forked = False
 
 
@@ -35,29 +35,52 @@ def suits(*tensors: Tensor) -> bool:
     )
 
 
-def switch(packed: Tensor, weight: Tensor, k: Tensor, out: Tensor | None = None) -> Tensor:
+def switch(packed: Tensor, weight: Tensor, k: Tensor, out: Tensor | None = None, innermost: bool = False) -> Tensor:
     """W~ from packed bits, with k0..k3 for the layer, (4,), or for each of the weight's rows, (4, rows)."""
-    out, k = torch.empty_like(weight, requires_grad=False) if out is None else out, _held(k)
-    _run("switch", weight, k, packed.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0, k.data_ptr(), 0, 0)
+    out, k = _room(weight, innermost) if out is None else out, _held(k)
+    filters = _filters(weight, out)
+    _run("switch", filters, k, packed.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0, k.data_ptr(), 0, 0)
     return out
 
 
-def forward(scores: Tensor, threshold: float, weight: Tensor, k: Tensor) -> Tensor:
-    """W~ from R, with the bit 1[R >= threshold]."""
-    out, k, at = torch.empty_like(weight, requires_grad=False), _held(k), np.array([threshold], np.float32)
+def forward(scores: Tensor, threshold: float, weight: Tensor, k: Tensor, innermost: bool = False) -> Tensor:
+    """W~ from R, with the bit 1[R >= threshold]; with the channels innermost if so wished, whatever W has."""
+    out, k, at = _room(weight, innermost), _held(k), np.array([threshold], np.float32)
     one, two = scores.data_ptr(), weight.data_ptr()
-    _run("forward", weight, k, one, at.ctypes.data, two, out.data_ptr(), 0, k.data_ptr(), 0, 0)
+    _run("forward", _filters(weight, out), k, one, at.ctypes.data, two, out.data_ptr(), 0, k.data_ptr(), 0, 0)
     return out
 
 
 def backward(grad: Tensor, scores: Tensor, threshold: float, weight: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """dE/dM = dE/dW~ ∘ (k2 + k3 W), and dE/dk in the shape of k."""
-    out, k, at = torch.empty_like(grad), _held(k), np.array([threshold], np.float32)
-    rows = k.numel() // 4
-    sums = torch.zeros(rows, len(_places("backward", weight.numel(), rows)) // rows, 4, dtype=torch.float64)
+    """dE/dM = dE/dW~ ∘ (k2 + k3 W), laid out as R, and dE/dk in the shape of k. The gradient is laid out as W, or with
+    the channels innermost."""
+    out, k, at = torch.empty_like(scores), _held(k), np.array([threshold], np.float32)
+    rows, filters = k.numel() // 4, _filters(weight, grad)
+    sums = torch.zeros(rows, len(_places("backward", filters, rows)) // rows, 4, dtype=torch.float64)
     one, two, three = scores.data_ptr(), weight.data_ptr(), k.data_ptr()
-    _run("backward", weight, k, one, at.ctypes.data, two, out.data_ptr(), 0, three, grad.data_ptr(), sums.data_ptr())
+    _run("backward", filters, k, one, at.ctypes.data, two, out.data_ptr(), 0, three, grad.data_ptr(), sums.data_ptr())
     return out, sums.sum(1).float().t().reshape(k.shape)
+
+
+def is_turned(weight: Tensor, other: Tensor) -> bool:
+    """The other has the channels innermost, and the weight has not."""
+    innermost = weight.dim() == 4 and other.is_contiguous(memory_format=torch.channels_last)
+    return innermost and weight.stride() != other.stride() and weight.is_contiguous()
+
+
+Filters = tuple[int, int, int]
+"""How many, their channels, and the elements of each channel. One place stands for a weight that is not turned."""
+
+
+def _filters(weight: Tensor, other: Tensor) -> Filters:
+    if is_turned(weight, other) and (places := weight[0, 0].numel()) > 1:
+        return weight.shape[0], weight.shape[1], places
+    return weight.numel(), 1, 1
+
+
+def _room(weight: Tensor, innermost: bool) -> Tensor:
+    layout = torch.channels_last if innermost and weight.dim() == 4 else torch.preserve_format
+    return torch.empty_like(weight, requires_grad=False, memory_format=layout)
 
 
 def _held(k: Tensor) -> Tensor:
@@ -78,19 +101,21 @@ def native() -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def _pieces(count: int, rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Where each piece starts, how long it is, and to which row it belongs. No piece is of two rows."""
-    length = count // rows
-    inside = np.arange(0, length, PIECE)
+def _pieces(filters: Filters, rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Where each piece starts, how long it is, and to which row it belongs. No piece is of two rows, or has part of a
+    filter that is turned."""
+    filter_size = filters[1] * filters[2]
+    length = filters[0] * filter_size // rows
+    inside = np.arange(0, length, max(1, PIECE // filter_size) * filter_size)
     starts = (np.arange(rows)[:, None] * length + inside).reshape(-1)
-    sizes = np.tile(np.minimum(PIECE, length - inside), rows)
+    sizes = np.tile(np.diff(inside, append=length), rows)
     return starts, sizes, np.repeat(np.arange(rows), len(inside))
 
 
 @functools.lru_cache(maxsize=1024)
-def _places(name: str, count: int, rows: int) -> NDArray[np.int64]:
+def _places(name: str, filters: Filters, rows: int) -> NDArray[np.int64]:
     """The fields of each piece as `bitgraft.native` has them, counted from where the arrays begin."""
-    starts, sizes, row = _pieces(count, rows)
+    starts, sizes, row = _pieces(filters, rows)
     fields = np.zeros((len(starts), 8), np.int64)
     fields[:, 2] = fields[:, 3] = 4 * starts
     fields[:, 4] = sizes
@@ -103,13 +128,13 @@ def _places(name: str, count: int, rows: int) -> NDArray[np.int64]:
     return fields
 
 
-def _run(name: str, weight: Tensor, k: Tensor, *begins: int) -> None:
+def _run(name: str, filters: Filters, k: Tensor, *begins: int) -> None:
     """Do all pieces of a weight; `begins` are where the arrays begin that the fields of a piece are counted from."""
     rows = k.numel() // 4
-    places = _places(name, weight.numel(), rows)
-    job = np.empty(3 + places.size, np.int64)
-    job[:3] = 0, len(places), 4 * rows  # the counter, up to where, and from one k to the next
-    np.add(places, begins, out=job[3:].reshape(places.shape))
+    places = _places(name, filters, rows)
+    job = np.empty(5 + places.size, np.int64)
+    job[:5] = 0, len(places), 4 * rows, *filters[1:]  # the counter, up to where, from one k to the next
+    np.add(places, begins, out=job[5:].reshape(places.shape))
     function, address = getattr(native(), name), job.ctypes.data
     threads = 1 if _forked else min(torch.get_num_threads(), len(places))
     if threads == 1:

@@ -1,10 +1,13 @@
 """The compiled loops behind `bitgraft.kernels`, for float32 on a CPU. To import this is to compile them once.
 
 Each is a C function that several threads call at once with the same job: an array of 64-bit integers that holds a
-counter, the number of pieces, how many bytes lie between one k and the next, and for each piece its addresses and
-sizes. A thread takes the next piece until there is none. So it does not matter how many threads there are or whose
-they are, and what a piece sums up does not depend on it. Products and sums are not contracted (no FMA): each
-operation rounds as PyTorch's own does.
+counter, the number of pieces, how many bytes lie between one k and the next, how a filter is turned, and for each piece
+its addresses and sizes. A thread takes the next piece until there is none. So it does not matter how many threads there
+are or whose they are, and what a piece sums up does not depend on it. Products and sums are not contracted (no FMA):
+each operation rounds as PyTorch's own does.
+
+W~ and its gradient may lie with the channels innermost where W and R do not. A filter is then turned on the way, in the
+processor's cache: from `inner` channels of `places` elements each to `places` of `inner`. A piece is whole filters.
 """
 
 from collections.abc import Callable
@@ -16,7 +19,7 @@ from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-HEADER, FIELDS = 3, 8  # integers before the pieces, and for a piece
+HEADER, FIELDS = 5, 8  # integers before the pieces, and for a piece
 PLACES = np.array([1 << place for place in range(32)], np.uint32)  # numba would shift in 64 bits: half as fast
 BLOCK = 1024  # elements that are summed in float32 before float64 takes over
 
@@ -46,7 +49,8 @@ def _floats(address, count):  # type: ignore[no-untyped-def]
 @njit
 def _job(address):  # type: ignore[no-untyped-def]
     header = carray(_pointer(address), (HEADER,), np.int64)
-    return carray(_pointer(address + 8 * HEADER), (header[1], FIELDS), np.int64), header[2]
+    pieces = carray(_pointer(address + 8 * HEADER), (header[1], FIELDS), np.int64)
+    return pieces, header[2], header[3], header[4]
 
 
 @njit
@@ -84,6 +88,13 @@ def _from_scores(scores, threshold, weight, out, scale0, scale1, shift0, shift1)
         out[i] = weight[i] * (scale1 if on else scale0) + (shift1 if on else shift0)
 
 
+@njit
+def _turn(given, out, inner, places):  # type: ignore[no-untyped-def]
+    for place in range(places):
+        for channel in range(inner):
+            out[place * inner + channel] = given[channel * places + place]
+
+
 @njit(fastmath={"reassoc", "nsz"})
 def _sums(grad, weight, scores, threshold):  # type: ignore[no-untyped-def]
     s0 = s1 = s2 = s3 = np.float32(0)
@@ -103,6 +114,33 @@ def _slopes(grad, weight, out, k2, k3):  # type: ignore[no-untyped-def]
         out[i] = (weight[i] * k3 + k2) * grad[i]
 
 
+@njit
+def _learn(grad, weight, scores, threshold, out, k2, k3, sums):  # type: ignore[no-untyped-def]
+    """The sums of a block come first: `out` may be the gradient itself."""
+    for begin in range(0, grad.size, BLOCK):
+        end = min(begin + BLOCK, grad.size)
+        s0, s1, s2, s3 = _sums(grad[begin:end], weight[begin:end], scores[begin:end], threshold)
+        sums[0] += s0
+        sums[1] += s1
+        sums[2] += s2
+        sums[3] += s3
+        _slopes(grad[begin:end], weight[begin:end], out[begin:end], k2, k3)
+
+
+@njit
+def _unpacked(bits, first, weight, out, size, maps):  # type: ignore[no-untyped-def]
+    head = min((8 - first) & 7, size)  # up to the next whole byte
+    words = (size - head) >> 5
+    tail = size - head - 32 * words
+    start = carray(_pointer(bits), (1,), np.uint8)
+    _bit_by_bit(start, first, _floats(weight, head), out[:head], *maps)
+    bits, weight = bits + ((first + head) >> 3), weight + 4 * head
+    middle = carray(_pointer(bits), (4 * words,), np.uint8)
+    _word_by_word(middle, _floats(weight, 32 * words), out[head : head + 32 * words], *maps)
+    end = carray(_pointer(bits + 4 * words), (4,), np.uint8)
+    _bit_by_bit(end, 0, _floats(weight + 128 * words, tail), out[size - tail : size], *maps)
+
+
 def _compiled(function: Callable[[Any], None]) -> Any:
     return _kept(cfunc, types.void(types.int64), function)
 
@@ -117,45 +155,48 @@ def _kept(compiler: Any, signature: Any, function: Any) -> Any:
 @_compiled
 def switch(job):  # type: ignore[no-untyped-def]
     """Pieces: bits, place of the first bit in its byte, weight, out, count, k0."""
-    pieces, stride = _job(job)
+    pieces, stride, inner, places = _job(job)
+    turned = np.empty(inner * places, np.float32)
     while True:
         piece = _next(job)
         if piece >= len(pieces):
             break
         bits, first, weight, out, size, k = pieces[piece, :6]
         maps = _maps(k, stride)
-        head = min((8 - first) & 7, size)  # up to the next whole byte
-        words = (size - head) >> 5
-        tail = size - head - 32 * words
-        start = carray(_pointer(bits), (1,), np.uint8)
-        _bit_by_bit(start, first, _floats(weight, head), _floats(out, head), *maps)
-        bits, weight, out = bits + ((first + head) >> 3), weight + 4 * head, out + 4 * head
-        middle = carray(_pointer(bits), (4 * words,), np.uint8)
-        _word_by_word(middle, _floats(weight, 32 * words), _floats(out, 32 * words), *maps)
-        end = carray(_pointer(bits + 4 * words), (4,), np.uint8)
-        _bit_by_bit(end, 0, _floats(weight + 128 * words, tail), _floats(out + 128 * words, tail), *maps)
+        if places == 1:
+            _unpacked(bits, first, weight, _floats(out, size), size, maps)
+            continue
+        for begin in range(0, size, turned.size):
+            at = first + begin
+            _unpacked(bits + (at >> 3), at & 7, weight + 4 * begin, turned, turned.size, maps)
+            _turn(turned, _floats(out + 4 * begin, turned.size), inner, places)
 
 
 @_compiled
 def forward(job):  # type: ignore[no-untyped-def]
     """Pieces: scores, threshold (1 float), weight, out, count, k0."""
-    pieces, stride = _job(job)
+    pieces, stride, inner, places = _job(job)
+    turned = np.empty(inner * places, np.float32)
     while True:
         piece = _next(job)
         if piece >= len(pieces):
             break
         scores, at, weight, out, size, k = pieces[piece, :6]
         maps, threshold = _maps(k, stride), _floats(at, 1)[0]
-        _from_scores(_floats(scores, size), threshold, _floats(weight, size), _floats(out, size), *maps)
+        if places == 1:
+            _from_scores(_floats(scores, size), threshold, _floats(weight, size), _floats(out, size), *maps)
+            continue
+        for begin in range(0, 4 * size, 4 * turned.size):
+            r, w = _floats(scores + begin, turned.size), _floats(weight + begin, turned.size)
+            _from_scores(r, threshold, w, turned, *maps)
+            _turn(turned, _floats(out + begin, turned.size), inner, places)
 
 
 @_compiled
 def backward(job):  # type: ignore[no-untyped-def]
-    """Pieces: scores, threshold (1 float), weight, out, count, k0, gradient, sums (4 doubles).
-
-    The sums of a block come first: `out` may be the gradient itself.
-    """
-    pieces, stride = _job(job)
+    """Pieces: scores, threshold (1 float), weight, out, count, k0, gradient, sums (4 doubles)."""
+    pieces, stride, inner, places = _job(job)
+    turned = np.empty(inner * places, np.float32)
     while True:
         piece = _next(job)
         if piece >= len(pieces):
@@ -163,15 +204,13 @@ def backward(job):  # type: ignore[no-untyped-def]
         scores, at, weight, out, size, k, grad, totals = pieces[piece]
         threshold, sums = _floats(at, 1)[0], carray(_pointer(totals), (4,), np.float64)
         k2, k3 = _floats(k + 2 * stride, 1)[0], _floats(k + 3 * stride, 1)[0]
-        for begin in range(0, size, BLOCK):
-            some, skip = min(BLOCK, size - begin), 4 * begin
-            g, w = _floats(grad + skip, some), _floats(weight + skip, some)
-            s0, s1, s2, s3 = _sums(g, w, _floats(scores + skip, some), threshold)
-            sums[0] += s0
-            sums[1] += s1
-            sums[2] += s2
-            sums[3] += s3
-            _slopes(g, w, _floats(out + skip, some), k2, k3)
+        span = size if places == 1 else turned.size
+        for begin in range(0, 4 * size, 4 * span):
+            g, w, r = _floats(grad + begin, span), _floats(weight + begin, span), _floats(scores + begin, span)
+            if places > 1:
+                _turn(g, turned, places, inner)
+                g = turned
+            _learn(g, w, r, threshold, _floats(out + begin, span), k2, k3, sums)
 
 
 def _unroll(states, words, symbol_of, width, base, out):  # type: ignore[no-untyped-def]

@@ -206,7 +206,7 @@ class Network(nn.Module):
         One task gives what the backbone gives; a list of names gives a list with one tensor of scores per image.
         """
         if task is None or isinstance(task, str):
-            return self._ready(task)(images, *args, **kwargs)
+            return self.ready(task)(images, *args, **kwargs)
         return self._mixed(images, list(task), *args, **kwargs)
 
     def _mixed(self, images: Tensor, tasks: list[str], *args: Any, **kwargs: Any) -> list[Tensor]:
@@ -215,7 +215,7 @@ class Network(nn.Module):
         rows = {name: [i for i, wanted in enumerate(tasks) if wanted == name] for name in dict.fromkeys(tasks)}
         found = self._layer_by_layer(images, rows, *args, **kwargs)
         if found is None:
-            found = [logits(self._ready(name)(images[where], *args, **kwargs)) for name, where in rows.items()]
+            found = [logits(self.ready(name)(images[where], *args, **kwargs)) for name, where in rows.items()]
         results: list[Tensor] = [images] * len(tasks)
         for where, scores in zip(rows.values(), found, strict=True):
             for row, score in zip(where, scores, strict=True):
@@ -235,7 +235,7 @@ class Network(nn.Module):
         return mixture.scores(images, list(zip(tasks, rows.values(), strict=True)), *args, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _ready(self, name: str | None) -> Graft:
+    def ready(self, name: str | None) -> Graft:
         """The graft that runs a task, up to date. What learns has one of its own, and so has each thread that learns:
         gradients go to the tensors that the call began with, whatever runs meanwhile."""
         with self._lock:

@@ -160,6 +160,14 @@ class Task(nn.Module):
                 module.follow(reach, rng)
         self.revision += 1
 
+    def lay_out(self, innermost: bool) -> None:
+        """Let masks that learn give W~ with the channels innermost: a convolution would else copy it on every step,
+        twice, where images are laid out so."""
+        for module in self._transforms.modules():
+            if isinstance(module, Masked):
+                module.innermost = innermost
+        self.revision += 1
+
     def level(self, means: Mapping[str, Tensor]) -> None:
         """Let what changes in a weight act on its inputs less their means, which are given by the weight's name.
 

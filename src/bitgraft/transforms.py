@@ -139,10 +139,13 @@ class Masked(Transform):
     weight: Weight
     rule: MaskRule
     follows: bool
+    innermost: bool
+    """While it learns, give W~ with the channels innermost, as the images are laid out that it will meet."""
 
     def __init__(self, weight: Weight, rule: MaskRule, scores: Tensor | None) -> None:
         super().__init__()
-        self.__dict__.update(weight=weight, rule=rule, follows=False)  # no tensors, which `__setattr__` would look for
+        # no tensors, which `__setattr__` would look for
+        self.__dict__.update(weight=weight, rule=rule, follows=False, innermost=False)
         if scores is None:
             self._hold(None, None)  # until `restore` brings them
             return
@@ -163,8 +166,9 @@ class Masked(Transform):
             return from_bits(weight, self.packed, self.constants, shape, channel, room)
         same = shape == weight.shape  # all but transposed convolutions: a view costs as much as a small kernel
         scores, view = (self.scores, weight) if same else (self.scores.view(shape), weight.view(shape))
+        innermost = self.innermost and weight.dim() == 4 and same
         transformed: Tensor = LearnedAffine.apply(
-            scores, self.k, self.shift, self.constants, view, self.rule, self._coordinates(), channel
+            scores, self.k, self.shift, self.constants, view, self.rule, self._coordinates(), channel, innermost
         )
         return transformed if same else transformed.view(weight.shape)
 

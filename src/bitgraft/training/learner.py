@@ -27,8 +27,9 @@ class Learner(nn.Module):
         self._net = (net,)
 
     def forward(self, images: Tensor, task: str) -> Any:
+        graft = self._net[0].ready(task)
         with SmallMaps() if images.device.type == "cpu" else nullcontext():
-            return self._net[0](images, task=task)
+            return graft(images)
 
 
 class Objective:

@@ -24,6 +24,7 @@ from bitgraft.training.evaluation import Loader, validate
 from bitgraft.training.headstart import begin
 from bitgraft.training.joint import SHARED, Shared, shared_weights
 from bitgraft.training.learner import Learner, Loss, Objective, trainable
+from bitgraft.training.memory import kept
 from bitgraft.training.observers import Observer
 from bitgraft.training.placing import placed
 from bitgraft.training.state import Position, Result, State, copied, load, of_task, save
@@ -75,7 +76,8 @@ def fit(
     run.observers, run.stop, run.checkpoint_every = observers, stop, checkpoint_every
     try:
         run.load_data(train, val, workers)
-        return run.go(resume)
+        with kept() if accelerator.device.type == "cpu" else nullcontext():
+            return run.go(resume)
     finally:
         run.release()
         for observer in observers:
@@ -103,6 +105,7 @@ class _Run:
         self.phases = optimisers.phases_of(registry.get(self.tasks[names[0]].card.method), config)
         for task in self.tasks.values():
             task.holds_statistics = config.statistics == "kept"
+            task.lay_out(innermost=accelerator.device.type == "cpu")  # as `placed` does with images
             if config.follow:
                 task.follow(config.follow, config.seed)
         net.to(accelerator.device)
@@ -266,6 +269,7 @@ class _Run:
         """Leave tasks to normalise as they would without us, and the backbone out of reach, however the run ended."""
         for task in self.tasks.values():
             task.holds_statistics = False
+            task.lay_out(innermost=False)
             task.unlevel()
         if self.shared is not None:
             self.shared.release(self.tasks)
