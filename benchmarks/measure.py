@@ -94,13 +94,12 @@ def compare(
 class Side:
     """One side in a process of its own, so that neither has the other's memory to deal with."""
 
-    def __init__(self, *words: str, **setting: str) -> None:
+    def __init__(self, *words: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.side", *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **setting},
         )
         self.ask("ready")
 

@@ -1,15 +1,12 @@
 """Rows on training: a step and its memory against fine-tuning, Piggyback as one would write it, and LoRA."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 from benchmarks.measure import Row, Side, in_turns
 
 NAMES = {"wrn4": "WRN-28-4", "resnet50": "ResNet-50"}
 AGAINST = {"piggyback": "Piggyback written the obvious way", "lora": "PEFT's LoRA on the same convolutions"}
-
-UNBROKEN = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-"""glibc then gives each tensor pages of its own, in place of a heap that has holes where tensors were."""
 
 
 def steps(network: str, limit: float, rounds: int) -> Iterator[Row]:
@@ -27,12 +24,11 @@ def steps(network: str, limit: float, rounds: int) -> Iterator[Row]:
 
 def memory() -> Iterator[Row]:
     """At the network's own size of image, and at the small one, where weights are most of what there is."""
-    for pixels, setting in ((224, {}), (224, UNBROKEN), (64, {}), (64, UNBROKEN)):
-        a, b = (_peak(method, "resnet50", pixels, setting) for method in ("full", "finetune"))
-        how = "".join(f", {name}={value}" for name, value in setting.items())
-        what = f"peak memory of training, ResNet-50, batch 32 at {pixels} px{how}"
+    for pixels in (224, 64):
+        a, b = (_peak(method, "resnet50", pixels) for method in ("full", "finetune"))
+        what = f"peak memory of training, ResNet-50, batch 32 at {pixels} px"
         detail = f"{a:.0f} MB against {b:.0f} MB, whole process"
-        yield Row(f"memory-{pixels}{'-unbroken' * bool(setting)}", what, "fine-tuning", 1.10, [a / b], detail)
+        yield Row(f"memory-{pixels}", what, "fine-tuning", 1.10, [a / b], detail)
 
 
 def smallmaps(rounds: int) -> Iterator[Row]:
@@ -45,9 +41,9 @@ def smallmaps(rounds: int) -> Iterator[Row]:
         yield Row(f"smallmaps-{network}", what, against, None, [x / y for x, y in zip(a, b, strict=True)], "", a, b)
 
 
-def _peak(method: str, network: str, pixels: int, setting: Mapping[str, str]) -> float:
+def _peak(method: str, network: str, pixels: int) -> float:
     """Megabytes; the second step has the optimisers' moments beside everything else."""
-    with Side(method, network, "32", str(pixels), **setting) as side:
+    with Side(method, network, "32", str(pixels)) as side:
         side()
         side()
         return side.peak() / 1e6

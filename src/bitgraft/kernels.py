@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 SMALL = 1 << 14  # weights below this many elements are not worth a call, and none is worth importing a compiler for
-PIECE = 1 << 17  # elements that a thread takes at a time: memory is read faster in long stretches
+PIECE = 1 << 17  # elements at most that a thread takes at a time: memory is read faster in long stretches
+SHARES = 8  # pieces of a weight at least, as long as they are not too short, so that threads have a share each
 _forked = False
 
 
@@ -106,7 +107,8 @@ def _pieces(filters: Filters, rows: int) -> tuple[NDArray[np.int64], NDArray[np.
     filter that is turned."""
     filter_size = filters[1] * filters[2]
     length = filters[0] * filter_size // rows
-    inside = np.arange(0, length, max(1, PIECE // filter_size) * filter_size)
+    piece = min(PIECE, max(PIECE >> 4, filters[0] * filter_size // SHARES))
+    inside = np.arange(0, length, max(1, piece // filter_size) * filter_size)
     starts = (np.arange(rows)[:, None] * length + inside).reshape(-1)
     sizes = np.tile(np.diff(inside, append=length), rows)
     return starts, sizes, np.repeat(np.arange(rows), len(inside))
