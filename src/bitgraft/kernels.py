@@ -36,11 +36,22 @@ def suits(*tensors: Tensor) -> bool:
     )
 
 
-def switch(packed: Tensor, weight: Tensor, k: Tensor, out: Tensor | None = None, innermost: bool = False) -> Tensor:
+def switch(packed: Tensor, weight: Tensor, k: Tensor, out: Tensor | None = None) -> Tensor:
     """W~ from packed bits, with k0..k3 for the layer, (4,), or for each of the weight's rows, (4, rows)."""
-    out, k = _room(weight, innermost) if out is None else out, _held(k)
-    filters = _filters(weight, out)
-    _run("switch", filters, k, packed.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0, k.data_ptr(), 0, 0)
+    out, k = torch.empty_like(weight, requires_grad=False) if out is None else out, _held(k)
+    _run(
+        "switch",
+        (weight.numel(), 1, 1),
+        k,
+        packed.data_ptr(),
+        0,
+        weight.data_ptr(),
+        out.data_ptr(),
+        0,
+        k.data_ptr(),
+        0,
+        0,
+    )
     return out
 
 

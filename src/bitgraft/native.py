@@ -6,8 +6,9 @@ its addresses and sizes. A thread takes the next piece until there is none. So i
 are or whose they are, and what a piece sums up does not depend on it. Products and sums are not contracted (no FMA):
 each operation rounds as PyTorch's own does.
 
-W~ and its gradient may lie with the channels innermost where W and R do not. A filter is then turned on the way, in the
-processor's cache: from `inner` channels of `places` elements each to `places` of `inner`. A piece is whole filters.
+W~ that learns and its gradient may lie with the channels innermost where W and R do not. A filter is then turned on the
+way, in the processor's cache: from `inner` channels of `places` elements each to `places` of `inner`. A piece is whole
+filters.
 """
 
 from collections.abc import Callable
@@ -127,20 +128,6 @@ def _learn(grad, weight, scores, threshold, out, k2, k3, sums):  # type: ignore[
         _slopes(grad[begin:end], weight[begin:end], out[begin:end], k2, k3)
 
 
-@njit
-def _unpacked(bits, first, weight, out, size, maps):  # type: ignore[no-untyped-def]
-    head = min((8 - first) & 7, size)  # up to the next whole byte
-    words = (size - head) >> 5
-    tail = size - head - 32 * words
-    start = carray(_pointer(bits), (1,), np.uint8)
-    _bit_by_bit(start, first, _floats(weight, head), out[:head], *maps)
-    bits, weight = bits + ((first + head) >> 3), weight + 4 * head
-    middle = carray(_pointer(bits), (4 * words,), np.uint8)
-    _word_by_word(middle, _floats(weight, 32 * words), out[head : head + 32 * words], *maps)
-    end = carray(_pointer(bits + 4 * words), (4,), np.uint8)
-    _bit_by_bit(end, 0, _floats(weight + 128 * words, tail), out[size - tail : size], *maps)
-
-
 def _compiled(function: Callable[[Any], None]) -> Any:
     return _kept(cfunc, types.void(types.int64), function)
 
@@ -155,21 +142,23 @@ def _kept(compiler: Any, signature: Any, function: Any) -> Any:
 @_compiled
 def switch(job):  # type: ignore[no-untyped-def]
     """Pieces: bits, place of the first bit in its byte, weight, out, count, k0."""
-    pieces, stride, inner, places = _job(job)
-    turned = np.empty(inner * places, np.float32)
+    pieces, stride, _, _ = _job(job)
     while True:
         piece = _next(job)
         if piece >= len(pieces):
             break
         bits, first, weight, out, size, k = pieces[piece, :6]
         maps = _maps(k, stride)
-        if places == 1:
-            _unpacked(bits, first, weight, _floats(out, size), size, maps)
-            continue
-        for begin in range(0, size, turned.size):
-            at = first + begin
-            _unpacked(bits + (at >> 3), at & 7, weight + 4 * begin, turned, turned.size, maps)
-            _turn(turned, _floats(out + 4 * begin, turned.size), inner, places)
+        head = min((8 - first) & 7, size)  # up to the next whole byte
+        words = (size - head) >> 5
+        tail = size - head - 32 * words
+        start = carray(_pointer(bits), (1,), np.uint8)
+        _bit_by_bit(start, first, _floats(weight, head), _floats(out, head), *maps)
+        bits, weight, out = bits + ((first + head) >> 3), weight + 4 * head, out + 4 * head
+        middle = carray(_pointer(bits), (4 * words,), np.uint8)
+        _word_by_word(middle, _floats(weight, 32 * words), _floats(out, 32 * words), *maps)
+        end = carray(_pointer(bits + 4 * words), (4,), np.uint8)
+        _bit_by_bit(end, 0, _floats(weight + 128 * words, tail), _floats(out + 128 * words, tail), *maps)
 
 
 @_compiled

@@ -15,7 +15,7 @@ def kept() -> Iterator[None]:
     """Within it, what tensors on the CPU leave behind stays with this process (glibc; elsewhere nothing happens).
 
     A step takes and frees hundreds of megabytes. glibc gives large pieces back to the system at once, which gives them
-    out again page by page, each cleared first: a tenth of a step of ResNet-50 at 64 px, a quarter of fine-tuning's.
+    out again page by page, each cleared first: that showed in the profile of a step of ResNet-50 at 64 px.
     """
     libc = _glibc()
     _set(libc, KEEPING)

@@ -1,9 +1,8 @@
 """Convolutions that learn on a CPU, where their maps are small.
 
 oneDNN's gradients are slow there, for the weights above all: half of a step of EfficientNet-Lite0 at 64 px would go
-into its depthwise layers (1152 channels, maps of 2 x 2, a kernel of 5 x 5: 33 ms, against 0.6 here), and a fifth of one
-of ResNet-50 into its last three dense ones (512 channels, maps of 2 x 2, 3 x 3: 34 ms, against 8). Small images on a
-CPU are what one tries a task with first.
+into its depthwise layers (`make bench ROWS=smallmaps`), and much of one of ResNet-50 into its last three dense ones.
+Small images on a CPU are what one tries a task with first.
 
 A convolution is a matrix product for each place of its kernel, of the inputs that the place meets. Padding, which is
 zero, adds nothing and is left out: on maps of 2 x 2 it is what a kernel of 3 x 3 meets at 20 of 36 places. With the
