@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import bitgraft
 from benchmarks.measure import Row, compare, timed
 from bitgraft.task import Task
-from bitgraft.transforms import Masked
+from bitgraft.transforms import Masked, transformed
 
 CLASSES, PIXELS = 100, 64
 
@@ -46,8 +46,9 @@ def task_file(folder: Path) -> tuple[nn.Module, Path]:
 
 def weights_of(task: Task) -> dict[str, Tensor]:
     """W~ of every layer, as a switch computes them."""
+    transforms = task.transforms
     with torch.no_grad():
-        return {name: t(task.anatomy.tensor(name).detach()) for name, t in task.transforms.items()}
+        return transformed(transforms, {name: task.anatomy.tensor(name).detach() for name in transforms})
 
 
 def switch(folder: Path, rounds: int) -> Iterator[Row]:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bitgraft import kernels
-from bitgraft.affine import MaskRule, affine
+from bitgraft.affine import AtRest, MaskRule, affine, from_bits
+from bitgraft.kernels import Packed
 from bitgraft.masks import pack
 from bitgraft.methods.masked import MaskOptions
 from bitgraft.transforms import Masked, Weight
@@ -69,10 +70,10 @@ def test_w_is_the_references_to_the_last_bit_from_scores_and_from_bits(seed, row
     mask = scores >= at
     expected = affine(weight, mask, k.view(4, rows, 1))
     same_bits(kernels.forward(scores, at, weight, k), expected)
-    same_bits(kernels.switch(pack(mask), weight, k), expected)
+    same_bits(kernels.switch([Packed(weight, pack(mask), k)])[0], expected)
     layer = affine(weight, mask, k[:, 0])
     same_bits(kernels.forward(scores, at, weight, k[:, 0]), layer)
-    same_bits(kernels.switch(pack(mask), weight, k[:, 0]), layer)
+    same_bits(kernels.switch([Packed(weight, pack(mask), k[:, 0])])[0], layer)
 
 
 @settings(deadline=None, max_examples=60)
@@ -117,7 +118,7 @@ def test_results_do_not_depend_on_threads():
     weight, scores, grad, k = draw(1, 3, 5000, False)
     to_mask, sums = kernels.backward(grad, scores, 0.1, weight, k)
     mask = scores >= 0.1
-    assert torch.equal(kernels.switch(pack(mask), weight, k), affine(weight, mask, k.view(4, 3, 1)))
+    assert torch.equal(kernels.switch([Packed(weight, pack(mask), k)])[0], affine(weight, mask, k.view(4, 3, 1)))
     assert torch.equal(kernels.forward(scores, 0.1, weight, k), affine(weight, mask, k.view(4, 3, 1)))
     assert torch.equal(to_mask, (weight * k[3][:, None] + k[2][:, None]) * grad)
     before = torch.get_num_threads()
@@ -132,7 +133,26 @@ def test_bits_that_lie_anywhere_in_memory_are_read_alike():
     for offset in range(4):
         room = torch.zeros(packed.numel() + 4, dtype=torch.uint8)
         moved = room[offset : offset + packed.numel()].copy_(packed)
-        assert torch.equal(kernels.switch(moved, weight, k[:, 0]), affine(weight, scores >= 0, k[:, 0]))
+        assert torch.equal(kernels.switch([Packed(weight, moved, k[:, 0])])[0], affine(weight, scores >= 0, k[:, 0]))
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 70), st.booleans(), st.booleans()), min_size=1, max_size=6))
+def test_many_weights_in_one_call_are_as_one_by_one(sizes):
+    """With one k for a layer or for each row, some into memory that is given, some laid out as no loop takes it."""
+    held, rooms = [], []
+    for seed, (rows, length, by_row, in_order) in enumerate(sizes):
+        weight, scores, _, k = draw(seed, rows, length, False)
+        weight = weight.reshape(rows, length)
+        weight = weight if in_order else weight.t().contiguous().t()
+        k, channel = (k, (rows, 1)) if by_row else (k[:, 0].contiguous(), ())
+        rooms.append(torch.empty_like(weight) if seed % 2 else None)
+        mask = Packed(weight, pack(scores.reshape(rows, length) >= 0), k, rooms[-1])
+        held.append(AtRest(mask, weight.shape, channel))
+    for one, room, found in zip(held, rooms, from_bits(held), strict=True):
+        assert torch.equal(found, one.plain())
+        assert torch.equal(found, from_bits([one])[0])
+        assert room is None or not one.mask.weight.is_contiguous() or found.data_ptr() == room.data_ptr()
 
 
 LAYERS = [nn.Conv2d(4, 6, 3), nn.Conv2d(4, 6, 3, groups=2), nn.Linear(7, 5), nn.ConvTranspose2d(4, 6, 3, groups=2)]
@@ -205,12 +225,13 @@ def test_without_numba_the_reference_runs(monkeypatch):
 FORKED = """
 import os, torch
 from bitgraft import kernels
+from bitgraft.kernels import Packed
 torch.set_num_threads(2)
 weight, maps, bits = torch.randn(1 << 18), torch.randn(1, 4), torch.full((1 << 15,), 85, dtype=torch.uint8)
-here = kernels.switch(bits, weight, maps)
+here = kernels.switch([Packed(weight, bits, maps)])[0]
 child = os.fork()
 if child == 0:
-    again = kernels.switch(bits, weight, maps)  # PyTorch itself would wait for its threads for ever
+    again = kernels.switch([Packed(weight, bits, maps)])[0]  # PyTorch itself would wait for its threads for ever
     os._exit(0 if (again.numpy() == here.numpy()).all() else 1)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """

@@ -62,11 +62,45 @@ def test_one_pass_gives_what_one_task_at_a_time_gives(family, passes):
     assert len(net.resident) <= 1
 
 
+class Winding(nn.Module):
+    """One convolution before a norm layer, `twice` before two; when it `skips`, before none."""
+
+    skips = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.conv, self.one, self.other = nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+        self.head, self.twice = nn.Linear(8, 6), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.stem(x)).relu()
+        x = self.conv(x) if self.skips else self.one(self.conv(x)).relu()
+        x = self.other(self.conv(x)).relu() if self.twice else x
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_norm_layer_that_does_not_follow_its_convolution(twice, skips, passes, monkeypatch):
+    """Convolutions are run along with the norm layers behind them, which forward need not keep to."""
+    torch.manual_seed(0)
+    x, backbone = batch(8, 3, 12, 12), Winding().eval()
+    backbone.twice = twice
+    net = taught(backbone, x, ("full", "simple", "finetune"))
+    monkeypatch.setattr(Winding, "skips", skips)
+    expected = one_by_one(net, x)
+    with torch.inference_mode():
+        found = net(x, task=NAMES)
+    assert passes
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
 def test_tasks_at_rest_take_turns_in_one_layers_memory(passes, monkeypatch):
     """Loaded tasks' bits become weights in memory that the next task's overwrite, by the compiled loops."""
     rooms = []
     switch = kernels.switch
-    monkeypatch.setattr(kernels, "switch", lambda *given: rooms.append(given[-1]) or switch(*given))
+    monkeypatch.setattr(kernels, "switch", lambda masks: rooms.extend(mask.room for mask in masks) or switch(masks))
     torch.manual_seed(0)
     x = batch(8, 3, 32, 32)
     net = taught(timm.create_model("resnet18", num_classes=6).eval(), x, ("full", "simple", "piggyback-bn"))

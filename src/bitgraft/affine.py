@@ -1,6 +1,7 @@
 """The paper's equation (2) as pure functions: W~ from W, a mask and four k, and the way back to R and k."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,17 +108,36 @@ def mean_size(scores: Tensor, threshold: float, channel: tuple[int, ...]) -> Ten
     return (sums * (sums.numel() / apart.numel())).flatten()
 
 
-def from_bits(
-    weight: Tensor, packed: Tensor, k: Tensor, shape: torch.Size, channel: tuple[int, ...], room: Tensor | None = None
-) -> Tensor:
-    """W~ of a task at rest. `shape` and `channel` are how the weight and a vector of channels broadcast; `room` is
-    memory for as many elements that may be used for it."""
-    if weight.is_contiguous() and _in_rows(channel) and kernels.suits(weight):
-        return kernels.switch(packed, weight, k, room if room is None else room.view(weight.shape))
-    mask = strided_like(weight, unpack(packed, weight.shape))
-    if shape == weight.shape:  # a view would have other strides where a dimension has size 1
-        return affine(weight, mask, k.view(4, *channel))
-    return affine(weight.view(shape), mask.view(shape), k.view(4, *channel)).view(weight.shape)
+@dataclass(frozen=True, slots=True)
+class AtRest:
+    """What W~ of a frozen mask is computed from."""
+
+    mask: kernels.Packed
+    shape: torch.Size
+    """How the weight broadcasts against channels."""
+    channel: tuple[int, ...] = ()
+    """How a vector of channels broadcasts against that; none where one k is for all."""
+
+    def plain(self) -> Tensor:
+        weight, k = self.mask.weight, self.mask.k.view(4, *self.channel)
+        bits = strided_like(weight, unpack(self.mask.bits, weight.shape))
+        if self.shape == weight.shape:  # a view would have other strides where a dimension has size 1
+            return affine(weight, bits, k)
+        return affine(weight.view(self.shape), bits.view(self.shape), k).view(weight.shape)
+
+
+def from_bits(held: Sequence[AtRest]) -> list[Tensor]:
+    """W~ of masks at rest: in one call those that the compiled loops take, if that is worth a call."""
+    fast = [i for i, one in enumerate(held) if _in_rows(one.channel) and _is_in_order(one.mask.weight)]
+    if all(held[i].mask.weight.numel() < kernels.SMALL for i in fast):
+        fast = []
+    found = dict(zip(fast, kernels.switch([held[i].mask for i in fast]), strict=True)) if fast else {}
+    return [found[i] if i in found else one.plain() for i, one in enumerate(held)]
+
+
+def _is_in_order(weight: Tensor) -> bool:
+    """Elements lie in memory in the order of their bits."""
+    return weight.is_contiguous() and kernels.takes(weight)
 
 
 class LearnedAffine(torch.autograd.Function):

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bitgraft.affine import from_bits, strided_like, widened
+from bitgraft.affine import AtRest, from_bits, strided_like, widened
+from bitgraft.kernels import Packed
 from bitgraft.masks import unpack
 from bitgraft.transforms import Masked, Transform, expect
 
@@ -21,7 +22,7 @@ def mixed(weight: Tensor, masks: Sequence[Tensor], k: Tensor) -> Tensor:
     """
     total = torch.zeros_like(weight)
     for packed, row in zip(masks, k, strict=True):
-        total += from_bits(weight, packed, F.pad(row, (2, 0)), weight.shape, ())
+        total += from_bits([AtRest(Packed(weight, packed, F.pad(row, (2, 0))), weight.shape)])[0]
     return total
 
 

@@ -8,8 +8,9 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,14 @@ _forked = False
 
 def suits(*tensors: Tensor) -> bool:
     """Whether the compiled loops take these tensors: one layout, dense, float32, on a CPU, and not small."""
+    return tensors[0].numel() >= SMALL and takes(*tensors)
+
+
+def takes(*tensors: Tensor) -> bool:
+    """The same, small ones too: they may go along with others."""
     first = tensors[0]
     return (
-        first.numel() >= SMALL
-        and all(t.device.type == "cpu" and t.dtype == torch.float32 and t.stride() == first.stride() for t in tensors)
+        all(t.device.type == "cpu" and t.dtype == torch.float32 and t.stride() == first.stride() for t in tensors)
         and _is_dense(first)
         and type(first) in (Tensor, torch.nn.Parameter)
         and not torch.compiler.is_compiling()
@@ -36,30 +41,35 @@ def suits(*tensors: Tensor) -> bool:
     )
 
 
-def switch(packed: Tensor, weight: Tensor, k: Tensor, out: Tensor | None = None) -> Tensor:
-    """W~ from packed bits, with k0..k3 for the layer, (4,), or for each of the weight's rows, (4, rows)."""
-    out, k = torch.empty_like(weight, requires_grad=False) if out is None else out, _held(k)
-    _run(
-        "switch",
-        (weight.numel(), 1, 1),
-        k,
-        packed.data_ptr(),
-        0,
-        weight.data_ptr(),
-        out.data_ptr(),
-        0,
-        k.data_ptr(),
-        0,
-        0,
-    )
-    return out
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A weight and a mask for it: bits, and k0..k3 for the layer, (4,), or for each of the weight's rows, (4, rows)."""
+
+    weight: Tensor
+    bits: Tensor
+    k: Tensor
+    room: Tensor | None = None
+    """Memory for as many elements that may be used for W~."""
+
+
+def switch(masks: Sequence[Packed]) -> list[Tensor]:
+    """W~ of some weights from packed bits, all in one call: what a call costs is paid once."""
+    rooms = [torch.empty_like(m.weight, requires_grad=False) if m.room is None else m.room for m in masks]
+    held = [_held(mask.k) for mask in masks]
+    parts = []
+    for mask, k, out in zip(masks, held, rooms, strict=True):
+        begins = (mask.bits.data_ptr(), 0, mask.weight.data_ptr(), out.data_ptr(), 0, k.data_ptr(), 0, 0, 0)
+        parts.append((_places("switch", (mask.weight.numel(), 1, 1), k.numel() // 4), begins))
+    _run("switch", parts)
+    return rooms
 
 
 def forward(scores: Tensor, threshold: float, weight: Tensor, k: Tensor, innermost: bool = False) -> Tensor:
     """W~ from R, with the bit 1[R >= threshold]; with the channels innermost if so wished, whatever W has."""
     out, k, at = _room(weight, innermost), _held(k), np.array([threshold], np.float32)
-    one, two = scores.data_ptr(), weight.data_ptr()
-    _run("forward", _filters(weight, out), k, one, at.ctypes.data, two, out.data_ptr(), 0, k.data_ptr(), 0, 0)
+    filters = _filters(weight, out)
+    begins = (scores.data_ptr(), at.ctypes.data, weight.data_ptr(), out.data_ptr(), 0, k.data_ptr(), 0, 0, 0)
+    _run("forward", [(_places("forward", filters, k.numel() // 4), begins)], filters)
     return out
 
 
@@ -68,9 +78,10 @@ def backward(grad: Tensor, scores: Tensor, threshold: float, weight: Tensor, k: 
     the channels innermost."""
     out, k, at = torch.empty_like(scores), _held(k), np.array([threshold], np.float32)
     rows, filters = k.numel() // 4, _filters(weight, grad)
-    sums = torch.zeros(rows, len(_places("backward", filters, rows)) // rows, 4, dtype=torch.float64)
-    one, two, three = scores.data_ptr(), weight.data_ptr(), k.data_ptr()
-    _run("backward", filters, k, one, at.ctypes.data, two, out.data_ptr(), 0, three, grad.data_ptr(), sums.data_ptr())
+    places = _places("backward", filters, rows)
+    sums = torch.zeros(rows, len(places) // rows, 4, dtype=torch.float64)
+    ours = (scores.data_ptr(), at.ctypes.data, weight.data_ptr(), out.data_ptr(), 0, k.data_ptr(), 0)
+    _run("backward", [(places, (*ours, grad.data_ptr(), sums.data_ptr()))], filters)
     return out, sums.sum(1).float().t().reshape(k.shape)
 
 
@@ -127,29 +138,37 @@ def _pieces(filters: Filters, rows: int) -> tuple[NDArray[np.int64], NDArray[np.
 
 @functools.lru_cache(maxsize=1024)
 def _places(name: str, filters: Filters, rows: int) -> NDArray[np.int64]:
-    """The fields of each piece as `bitgraft.native` has them, counted from where the arrays begin."""
+    """The fields of each piece as `bitgraft.native` has them, addresses counted from where the arrays begin."""
     starts, sizes, row = _pieces(filters, rows)
-    fields = np.zeros((len(starts), 8), np.int64)
+    fields = np.zeros((len(starts), native().FIELDS), np.int64)
     fields[:, 2] = fields[:, 3] = 4 * starts
     fields[:, 4] = sizes
-    fields[:, 5] = 4 * row
+    fields[:, 5], fields[:, 6] = 4 * row, 4 * rows
     if name == "switch":
         fields[:, 0], fields[:, 1] = starts // 8, starts % 8
     else:
-        fields[:, 0] = fields[:, 6] = 4 * starts
-        fields[:, 7] = 32 * np.arange(len(starts))
+        fields[:, 0] = fields[:, 7] = 4 * starts
+        fields[:, 8] = 32 * np.arange(len(starts))
     return fields
 
 
-def _run(name: str, filters: Filters, k: Tensor, *begins: int) -> None:
-    """Do all pieces of a weight; `begins` are where the arrays begin that the fields of a piece are counted from."""
-    rows = k.numel() // 4
-    places = _places(name, filters, rows)
-    job = np.empty(5 + places.size, np.int64)
-    job[:5] = 0, len(places), 4 * rows, *filters[1:]  # the counter, up to where, from one k to the next
-    np.add(places, begins, out=job[5:].reshape(places.shape))
-    function, address = getattr(native(), name), job.ctypes.data
-    threads = 1 if _forked else min(torch.get_num_threads(), len(places))
+Part = tuple[NDArray[np.int64], tuple[int, ...]]
+"""The fields of a weight's pieces, and where the arrays begin that they are counted from."""
+
+
+def _run(name: str, parts: Sequence[Part], filters: Filters = (0, 1, 1)) -> None:
+    """Do all pieces of all weights, whose filters are turned alike."""
+    compiled = native()
+    count = sum(len(fields) for fields, _ in parts)
+    job = np.empty(compiled.HEADER + count * compiled.FIELDS, np.int64)
+    job[: compiled.HEADER] = 0, count, *filters[1:]  # the counter, and up to where
+    pieces, begin = job[compiled.HEADER :].reshape(count, compiled.FIELDS), 0
+    for fields, begins in parts:
+        end = begin + len(fields)
+        np.add(fields, begins, out=pieces[begin:end])
+        begin = end
+    function, address = getattr(compiled, name), job.ctypes.data
+    threads = 1 if _forked else min(torch.get_num_threads(), count)
     if threads == 1:
         function.ctypes(address)
     elif (team := _team()) is not None:

@@ -7,6 +7,7 @@ network, of its largest layer and of the tasks' bits.
 
 import threading
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -72,9 +73,13 @@ class Mixture:
             for path, _ in places:
                 self._names.setdefault(path, []).append(name)
         self._layers = {path for path in self._names if not any(o.startswith(f"{path}.") for o in self._names) and path}
+        self._forwards: dict[str, Callable[..., Tensor]] = {
+            path: self._module.get_submodule(path).forward for path in self._layers
+        }
         for path in self._layers:
-            layer = self._module.get_submodule(path)
-            layer.forward = partial(self._run, path, layer.forward)
+            self._module.get_submodule(path).forward = partial(self._run, path)
+        self._next = _norms_behind(anatomy, self._layers)
+        self._normed: dict[str, Tensor] = {}  # what norm layers will be given, which has been through them
         self._spots = {path: _side_by_side(anatomy, self._names[path]) for path in self._layers}
         with torch.inference_mode(False):
             ends = [spot.stop for spots in self._spots.values() for spot in spots.values()]
@@ -118,7 +123,9 @@ class Mixture:
         try:
             scores = logits(self._module(images, *args, **kwargs))
         finally:
-            self._parts, self._base = [], {}
+            self._parts, self._base, left, self._normed = [], {}, self._normed, {}
+        if left:
+            raise UnevenError
         wide = torch.split(scores, self._images)
         return [part[:, :width] for part, width in zip(wide, self._widths, strict=True)]
 
@@ -128,24 +135,51 @@ class Mixture:
             known = self._known[task] = Part(task)
         return known
 
-    def _run(self, path: str, forward: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        names, total = self._names[path], sum(self._images)
-        if not any(part.replaces(name) for part in self._parts for name in names):
-            return forward(x, *args, **kwargs)
+    def _run(self, path: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self._normed and self._is_normed(path, x):
+            return x
+        total, stages = sum(self._images), self._stages(path)
+        if not stages:
+            return self._forwards[path](x, *args, **kwargs)
         if args or kwargs or len(x) != total or (x.dim() == 3 and x.shape[1] == total):  # which of the two are images?
             raise UnevenError
-        outputs, spots = [], self._spots[path]
-        for part, images in zip(self._parts, torch.split(x, self._images), strict=True):
-            self._install({name: part.tensor(name, self._base[name], self._room[spots[name]]) for name in names})
-            output, tail = forward(images), part.tail(names)
-            outputs.append(output if tail is None else tail(output))
-        self._install({name: self._base[name] for name in names})
+        outputs = [
+            self._through(stages, part, images)
+            for part, images in zip(self._parts, torch.split(x, self._images), strict=True)
+        ]
+        self._install({name: self._base[name] for stage in stages for name in self._names[stage]})
         if path != self.anatomy.head:
-            return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+            output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+            if len(stages) > 1:
+                self._normed[stages[1]] = output
+            return output
         if outputs[0].dim() == 3:
             raise UnevenError
         self._widths = [output.shape[1] for output in outputs]
         return _padded(outputs, max(output.shape[1] for output in outputs))
+
+    def _is_normed(self, path: str, x: Tensor) -> bool:
+        """A norm layer gets what has been through it already. Whoever else gets that should not."""
+        ahead = self._normed.pop(path, None)
+        if ahead is x:
+            return True
+        if ahead is not None or any(x is other for other in self._normed.values()):
+            raise UnevenError
+        return False
+
+    def _stages(self, path: str) -> list[str]:
+        """A layer whose tensors some task replaces, with the norm layer behind it if that is another: between the two
+        images need not be put together and taken apart again."""
+        stages = [path, self._next[path]] if path in self._next else [path]
+        return [s for s in stages if any(part.replaces(name) for part in self._parts for name in self._names[s])]
+
+    def _through(self, stages: Sequence[str], part: Part, images: Tensor) -> Tensor:
+        for stage in stages:
+            names, spots = self._names[stage], self._spots[stage]
+            self._install({name: part.tensor(name, self._base[name], self._room[spots[name]]) for name in names})
+            images, tail = self._forwards[stage](images), part.tail(names)
+            images = images if tail is None else tail(images)
+        return images
 
     def _install(self, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -158,6 +192,16 @@ def _side_by_side(anatomy: Anatomy, names: Sequence[str]) -> dict[str, slice]:
     sizes = [anatomy.weights[name].shape.numel() if name in anatomy.weights else 0 for name in names]
     ends = list(accumulate(sizes))
     return {name: slice(end - size, end) for name, size, end in zip(names, sizes, ends, strict=True)}
+
+
+def _norms_behind(anatomy: Anatomy, layers: AbstractSet[str]) -> dict[str, str]:
+    """The norm layer that takes a layer's output and nothing else, where both run once in a pass."""
+    behind: dict[str, str] = {}
+    for name, weight in anatomy.weights.items():
+        paths = [path for path, _ in anatomy.places[name]]
+        if weight.feeds in layers and len(paths) == 1 and paths[0] in layers:
+            behind[paths[0]] = str(weight.feeds)
+    return behind
 
 
 def _replaced(task: Task) -> set[str]:

@@ -1,10 +1,10 @@
 """The compiled loops behind `bitgraft.kernels`, for float32 on a CPU. To import this is to compile them once.
 
 Each is a C function that several threads call at once with the same job: an array of 64-bit integers that holds a
-counter, the number of pieces, how many bytes lie between one k and the next, how a filter is turned, and for each piece
-its addresses and sizes. A thread takes the next piece until there is none. So it does not matter how many threads there
-are or whose they are, and what a piece sums up does not depend on it. Products and sums are not contracted (no FMA):
-each operation rounds as PyTorch's own does.
+counter, the number of pieces, how a filter is turned, and for each piece its addresses and sizes. A thread takes the
+next piece until there is none. So it does not matter how many threads there are or whose they are, and what a piece
+sums up does not depend on it. Pieces may be of several weights. Products and sums are not contracted (no FMA): each
+operation rounds as PyTorch's own does.
 
 W~ that learns and its gradient may lie with the channels innermost where W and R do not. A filter is then turned on the
 way, in the processor's cache: from `inner` channels of `places` elements each to `places` of `inner`. A piece is whole
@@ -20,7 +20,7 @@ from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-HEADER, FIELDS = 5, 8  # integers before the pieces, and for a piece
+HEADER, FIELDS = 4, 9  # integers before the pieces, and for a piece
 PLACES = np.array([1 << place for place in range(32)], np.uint32)  # numba would shift in 64 bits: half as fast
 BLOCK = 1024  # elements that are summed in float32 before float64 takes over
 
@@ -51,7 +51,7 @@ def _floats(address, count):  # type: ignore[no-untyped-def]
 def _job(address):  # type: ignore[no-untyped-def]
     header = carray(_pointer(address), (HEADER,), np.int64)
     pieces = carray(_pointer(address + 8 * HEADER), (header[1], FIELDS), np.int64)
-    return pieces, header[2], header[3], header[4]
+    return pieces, header[2], header[3]
 
 
 @njit
@@ -141,13 +141,13 @@ def _kept(compiler: Any, signature: Any, function: Any) -> Any:
 
 @_compiled
 def switch(job):  # type: ignore[no-untyped-def]
-    """Pieces: bits, place of the first bit in its byte, weight, out, count, k0."""
-    pieces, stride, _, _ = _job(job)
+    """Pieces: bits, place of the first bit in its byte, weight, out, count, k0, bytes from there to k1."""
+    pieces, _, _ = _job(job)
     while True:
         piece = _next(job)
         if piece >= len(pieces):
             break
-        bits, first, weight, out, size, k = pieces[piece, :6]
+        bits, first, weight, out, size, k, stride = pieces[piece, :7]
         maps = _maps(k, stride)
         head = min((8 - first) & 7, size)  # up to the next whole byte
         words = (size - head) >> 5
@@ -163,14 +163,14 @@ def switch(job):  # type: ignore[no-untyped-def]
 
 @_compiled
 def forward(job):  # type: ignore[no-untyped-def]
-    """Pieces: scores, threshold (1 float), weight, out, count, k0."""
-    pieces, stride, inner, places = _job(job)
+    """Pieces: scores, threshold (1 float), weight, out, count, k0, bytes from there to k1."""
+    pieces, inner, places = _job(job)
     turned = np.empty(inner * places, np.float32)
     while True:
         piece = _next(job)
         if piece >= len(pieces):
             break
-        scores, at, weight, out, size, k = pieces[piece, :6]
+        scores, at, weight, out, size, k, stride = pieces[piece, :7]
         maps, threshold = _maps(k, stride), _floats(at, 1)[0]
         if places == 1:
             _from_scores(_floats(scores, size), threshold, _floats(weight, size), _floats(out, size), *maps)
@@ -183,14 +183,14 @@ def forward(job):  # type: ignore[no-untyped-def]
 
 @_compiled
 def backward(job):  # type: ignore[no-untyped-def]
-    """Pieces: scores, threshold (1 float), weight, out, count, k0, gradient, sums (4 doubles)."""
-    pieces, stride, inner, places = _job(job)
+    """Pieces: as in `forward`, then the gradient, and sums (4 doubles)."""
+    pieces, inner, places = _job(job)
     turned = np.empty(inner * places, np.float32)
     while True:
         piece = _next(job)
         if piece >= len(pieces):
             break
-        scores, at, weight, out, size, k, grad, totals = pieces[piece]
+        scores, at, weight, out, size, k, stride, grad, totals = pieces[piece]
         threshold, sums = _floats(at, 1)[0], carray(_pointer(totals), (4,), np.float64)
         k2, k3 = _floats(k + 2 * stride, 1)[0], _floats(k + 3 * stride, 1)[0]
         span = size if places == 1 else turned.size

@@ -16,7 +16,7 @@ from bitgraft.borrowing import own_mask
 from bitgraft.errors import TaskError, UnsafeNameError
 from bitgraft.layers import is_parameter
 from bitgraft.starting import begin_as
-from bitgraft.transforms import Masked, Prunable, Transform, widened
+from bitgraft.transforms import Masked, Prunable, Transform, transformed, widened
 
 HeadKind = Literal["classes", "linear", "module", "keep", "none"]
 """classes: the backbone's own last layer with other tensors in it; linear: one put behind a backbone that gives
@@ -91,10 +91,11 @@ class Task(nn.Module):
 
     def _tensors_as_held(self) -> dict[str, Tensor]:
         replaced = {name: self.anatomy.tensor(name) for name in self.shared}
+        transforms = self.transforms
+        weights = {name: self.anatomy.tensor(name) for name in transforms}
         with self._own_precision():
-            for name, transform in self.transforms.items():
-                weight = self.anatomy.tensor(name)
-                replaced[name] = transform(weight if name in self.shared else weight.detach())
+            given = {name: w if name in self.shared else w.detach() for name, w in weights.items()}
+            replaced.update(transformed(transforms, given))
         for name, tensor in self.owned.items():
             replaced[name] = tensor.to(self.anatomy.tensor(name).dtype)
         return replaced

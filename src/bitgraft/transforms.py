@@ -7,11 +7,12 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from bitgraft.affine import Coordinates, LearnedAffine, from_bits, mean_size
+from bitgraft.affine import AtRest, Coordinates, LearnedAffine, from_bits, mean_size
 from bitgraft.affine import MaskRule as MaskRule
 from bitgraft.affine import strided_like as strided_like
 from bitgraft.affine import widened as widened
 from bitgraft.errors import CorruptError
+from bitgraft.kernels import Packed
 from bitgraft.masks import pack, packed_size, threshold, unpack
 
 
@@ -159,11 +160,9 @@ class Masked(Transform):
         self.register_buffer("packed", None)
 
     def forward(self, weight: Tensor, room: Tensor | None = None) -> Tensor:
-        shape = torch.Size(self.weight.grouped_shape) if self.rule.per_channel else weight.shape
-        channel = self.weight.channel_shape if self.rule.per_channel else ()
         if self.scores is None:
-            assert self.packed is not None
-            return from_bits(weight, self.packed, self.constants, shape, channel, room)
+            return from_bits([self.held(weight, room)])[0]
+        shape, channel = self._broadcast(weight)
         same = shape == weight.shape  # all but transposed convolutions: a view costs as much as a small kernel
         scores, view = (self.scores, weight) if same else (self.scores.view(shape), weight.view(shape))
         innermost = self.innermost and weight.dim() == 4 and same
@@ -174,6 +173,18 @@ class Masked(Transform):
 
     def at_rest(self, weight: Tensor, room: Tensor) -> Tensor:
         return self(weight, room)  # type: ignore[no-any-return]
+
+    def held(self, weight: Tensor, room: Tensor | None = None) -> AtRest:
+        """Frozen, with its weight: so that W~ of many can be computed in one call."""
+        assert self.packed is not None
+        room = None if room is None else room.view(weight.shape)
+        return AtRest(Packed(weight, self.packed, self.constants, room), *self._broadcast(weight))
+
+    def _broadcast(self, weight: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+        """How the weight and a vector of channels broadcast."""
+        if self.rule.per_channel:
+            return torch.Size(self.weight.grouped_shape), self.weight.channel_shape
+        return weight.shape, ()
 
     def values(self) -> Tensor:
         """k0..k3, (4,) or (4, channels), constants included."""
@@ -242,3 +253,14 @@ class Masked(Transform):
     def _hold(self, mask: Tensor | None, k: Tensor | None) -> None:
         self._parameters.update(scores=None, k=None, shift=None)
         self._buffers.update(packed=mask, constants=k)
+
+
+def transformed(transforms: Mapping[str, Transform], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """W~ of each weight by its transform: all frozen masks at once, the rest one by one."""
+    frozen = {
+        name: transform.held(weights[name])
+        for name, transform in transforms.items()
+        if isinstance(transform, Masked) and transform.scores is None
+    }
+    found = dict(zip(frozen, from_bits(list(frozen.values())), strict=True))
+    return {name: found[name] if name in found else t(weights[name]) for name, t in transforms.items()}
