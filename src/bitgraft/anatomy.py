@@ -5,10 +5,12 @@ order layers run, whose output goes straight into a norm, and whose output is th
 can be overridden with the patterns of `fnmatch` (`"layer4.*"`).
 """
 
+import functools
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +54,23 @@ class Anatomy:
 
     def tensors(self) -> dict[str, Tensor]:
         """All of them, by name."""
-        owners = {path: self._owner(path) for path in {places[0][0] for places in self.places.values()}}
-        return {name: _held(owners[path], attribute) for name, ((path, attribute), *_) in self.places.items()}
+        found: dict[str, Any] = {}
+        for path, names in self._by_owner.items():
+            owner = self._owner(path)
+            parameters, buffers = owner._parameters, owner._buffers
+            for name, attribute in names:  # as `_held` does, without a call for each
+                tensor = parameters.get(attribute)
+                found[name] = tensor if tensor is not None else buffers[attribute]
+        return found
+
+    @functools.cached_property
+    def _by_owner(self) -> dict[str, list[tuple[str, str]]]:
+        """Each module that holds tensors, with their names and attributes there: a tensor's first place."""
+        found: dict[str, list[tuple[str, str]]] = {}
+        for name, places in self.places.items():
+            path, attribute = places[0]
+            found.setdefault(path, []).append((name, attribute))
+        return found
 
     def _owner(self, path: str) -> nn.Module:
         owner = self.backbone
@@ -72,7 +89,8 @@ class Anatomy:
 
     def under(self, module: str) -> list[str]:
         """The names of all tensors of one layer and below it."""
-        return [name for name in self.places if name.startswith(f"{module}.")]
+        prefix = f"{module}."
+        return [name for name in self.places if name.startswith(prefix)]
 
     def fingerprint(self) -> str:
         """SHA-256 over the names, shapes and float32 values of everything but the head, which a task replaces."""

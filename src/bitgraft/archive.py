@@ -42,8 +42,8 @@ class Archive:
         """The tensors of each transform, by the name of the weight that it takes."""
         found: dict[str, dict[str, Tensor]] = {}
         for key, tensor in self.tensors.items():
-            weight, colon, part = key.partition(":")
-            if colon and not key.startswith(HEAD):
+            if ":" in key and not key.startswith(HEAD):
+                weight, _, part = key.partition(":")
                 found.setdefault(weight, {})[part] = tensor
         return found
 
@@ -174,8 +174,8 @@ def _check_parts(archive: Archive, source: str) -> None:
         if name not in archive.shapes:
             raise CorruptError(f"{source} has parts for {name!r}, but states no shape of it; it is not usable")
         size = packed_size(math.prod(archive.shapes[name]))
-        for part in PACKED & parts.keys():
-            if parts[part].shape != (size,):
+        for part in PACKED:
+            if part in parts and parts[part].shape != (size,):
                 raise CorruptError(
                     f"{source}: '{name}:{part}' is of shape {tuple(parts[part].shape)}, where a weight of shape "
                     f"{archive.shapes[name]} should have {size} bytes; it is not usable"

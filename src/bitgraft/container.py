@@ -4,6 +4,7 @@ We write them ourselves, so that the same content gives the same bytes whatever 
 """
 
 import functools
+import itertools
 import json
 import math
 import re
@@ -100,9 +101,11 @@ def raw(tensor: Tensor) -> memoryview:
 
 
 def too_deep(value: Any) -> bool:
-    level = [value]
+    level, nested = [value], (dict, list, tuple)
     for _ in range(DEPTH):
-        inside = [v for v in level if isinstance(v, dict | list | tuple)]
+        inside = [v for v in level if isinstance(v, nested)]
+        if not inside:
+            return False
         level = [v for parent in inside for v in (parent.values() if isinstance(parent, dict) else parent)]
     return bool(level)
 
@@ -182,7 +185,19 @@ class Place(NamedTuple):
     end: int
 
 
-def _read_layout(places: str) -> tuple[Place, ...]:
+class Run(NamedTuple):
+    """Tensors of one dtype, one behind the other, which are cut out of the file in one call."""
+
+    dtype: torch.dtype
+    begin: int
+    end: int
+    sizes: dict[str, int]
+    """How many elements each tensor has, by its name."""
+    shapes: dict[str, list[int]]
+    """Of those that are no vectors."""
+
+
+def _read_layout(places: str) -> tuple[Run, ...]:
     """Where tensors are, in order and without gaps, or a `ValueError` and the like that says what is wrong."""
     entries, found, reached = _strict_json(places), [], 0
     if METADATA in entries:
@@ -197,25 +212,33 @@ def _read_layout(places: str) -> tuple[Place, ...]:
             raise ValueError(f"{name!r} does not take the bytes that its shape and dtype give")
         found.append(Place(name, dtype, shape, begin, end))
         reached = end
-    return tuple(found)
+    return tuple(_run(dtype, list(alike)) for dtype, alike in itertools.groupby(found, lambda place: place.dtype))
+
+
+def _run(dtype: torch.dtype, places: Sequence[Place]) -> Run:
+    return Run(
+        dtype,
+        begin=places[0].begin,
+        end=places[-1].end,
+        sizes={place.name: math.prod(place.shape) for place in places},
+        shapes={place.name: place.shape for place in places if len(place.shape) != 1},
+    )
 
 
 _layout = functools.lru_cache(maxsize=32)(_read_layout)  # tasks of one method on one backbone have the same
 
 
-def _tensors(layout: Sequence[Place], data: memoryview, start: int) -> dict[str, Tensor]:
+def _tensors(layout: Sequence[Run], data: memoryview, start: int) -> dict[str, Tensor]:
     """The tensors, all in one stretch of memory: a resident task costs what its file takes."""
-    whole, found = torch.frombuffer(data, dtype=torch.uint8), {}
-    storage, blanks = whole.untyped_storage(), {dtype: whole.new_empty(0, dtype=dtype) for dtype in KINDS.values()}
-    for name, dtype, shape, begin, _ in layout:  # a thousand tasks have 300,000 of them: one storage for all
-        place, astray = divmod(start + begin, dtype.itemsize)
-        if astray or sys.byteorder != "little":  # bitgraft's own files are aligned
-            tensor = _copied(whole, dtype, shape, start + begin)
-        else:  # not a view, which would keep what it is a view of beside it
-            tensor = blanks[dtype].data.set_(storage, place, shape)  # type: ignore[call-overload]
-        if len(shape) > 1 and dtype.is_floating_point:
-            tensor = _on_a_line(tensor)
-        found[name] = tensor
+    whole = torch.frombuffer(data, dtype=torch.uint8)
+    found: dict[str, Tensor] = {}
+    for run in layout:  # a thousand tasks have 300,000 tensors, so they are cut out all at once
+        stretch = _stretch(whole[start + run.begin : start + run.end], run.dtype)
+        # not views, which would keep what they are views of beside them
+        found.update(zip(run.sizes, torch.unsafe_split_with_sizes(stretch, list(run.sizes.values())), strict=True))
+        for name, shape in run.shapes.items():
+            tensor = found[name].view(shape).data
+            found[name] = _on_a_line(tensor) if len(shape) > 1 and run.dtype.is_floating_point else tensor
     return found
 
 
@@ -224,10 +247,12 @@ def _on_a_line(matrix: Tensor) -> Tensor:
     return matrix.clone() if matrix.data_ptr() % LINE else matrix
 
 
-def _copied(whole: Tensor, dtype: torch.dtype, shape: list[int], begin: int) -> Tensor:
+def _stretch(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same bytes as numbers, where they are if that is where such numbers can be."""
+    if raw.storage_offset() % dtype.itemsize == 0 and sys.byteorder == "little":  # bitgraft's own files are aligned
+        return raw.view(dtype)
     kind = np.dtype(str(dtype).removeprefix("torch.")).newbyteorder("<")
-    values = np.frombuffer(whole.numpy(), kind, math.prod(shape), begin)
-    return torch.from_numpy(values.astype(kind.newbyteorder("="))).view(shape)
+    return torch.from_numpy(raw.numpy().view(kind).astype(kind.newbyteorder("=")))
 
 
 def _digest(data: memoryview) -> str:

@@ -111,9 +111,10 @@ class Graft:
     def _share(self) -> None:
         """What the task does not replace: the backbone's parameters out of gradients' reach, copies of its buffers."""
         anatomy, replaced = self.task.anatomy, {*self.task.owned, *self.task.transforms}
-        self._backbone = list(anatomy.tensors().values())
+        tensors = anatomy.tensors()
+        self._backbone = list(tensors.values())
         self._base = _versions(self._backbone)
-        for name, tensor in zip(anatomy.places, self._backbone, strict=True):
+        for name, tensor in tensors.items():
             if name not in replaced:
                 self._install({name: self._held(name, tensor if isinstance(tensor, nn.Parameter) else tensor.clone())})
 

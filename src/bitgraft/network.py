@@ -178,7 +178,8 @@ class Network(nn.Module):
                 f"this one has {self.fingerprint[:12]}: build the backbone with the weights that the task was made for"
             )
         before = leaning.found(filed.card, self.tasks)
-        filed = archive.lean(filed, [task.name for task in before])
+        if before:
+            filed = archive.lean(filed, [task.name for task in before])
         task = revival.revive(filed, self.anatomy, [task.transforms for task in before], head)
         leaning.hold(before)
         return self._keep(task)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,17 +33,44 @@ def revive(
         blank = _blank_transform(card, describe(anatomy, name), base[name], options, registry.at(name, before))
         transforms[name] = _fill(blank, name, base[name], parts.get(name, {}))
     _check_owned(card, anatomy, base, owned, options)
-    _check_classes(archive, anatomy, base)
-    counters = {n: t.clone() for n, t in base.items() if n.endswith(COUNTER) and _mean_beside(n) in owned}
-    whole = owned | counters
-    held = {n: _like(t, whole[n]) for n, t in base.items() if n in whole}
+    _check_classes(archive, anatomy, base, owned)
+    held, counters = {}, _structure(anatomy).counters
+    for name, tensor in base.items():
+        if name in owned:
+            held[name] = _like(tensor, owned[name])
+        elif counters.get(name) in owned:
+            held[name] = _like(tensor, tensor.clone())
     task = Task(card, anatomy, transforms, held, _revive_head(archive, anatomy, head))
     task.metrics = dict(archive.metrics)
     return task
 
 
-def _mean_beside(counter: str) -> str:
-    return counter.removesuffix(COUNTER) + "running_mean"
+class Structure(NamedTuple):
+    """Which of a backbone's tensors are what, by their names alone."""
+
+    head: frozenset[str]
+    norms: dict[str, str]
+    """Each tensor of a norm layer with that layer's name."""
+    counters: dict[str, str]
+    """Each count of training steps with the running mean beside it."""
+
+
+def _structure(anatomy: Anatomy) -> Structure:
+    """Read once, like everything about a backbone: a thousand tasks ask for it."""
+    found: Structure | None = anatomy.__dict__.get("_structure")
+    if found is None:
+        layers = anatomy.backbone.named_modules()
+        found = anatomy.__dict__["_structure"] = Structure(
+            head=frozenset(anatomy.head_names()),
+            norms={name: path for path, layer in layers if is_norm(layer) for name in _tensors_of(path, layer)},
+            counters={n: n.removesuffix(COUNTER) + "running_mean" for n in anatomy.places if n.endswith(COUNTER)},
+        )
+    return found
+
+
+def _tensors_of(path: str, module: nn.Module) -> list[str]:
+    held = [*module._parameters.items(), *module._buffers.items()]
+    return [f"{path}.{name}" for name, tensor in held if tensor is not None]
 
 
 def _check_places(archive: Archive, anatomy: Anatomy, base: Mapping[str, Tensor]) -> None:
@@ -82,14 +110,14 @@ def _blank_transform(
 def _fill(blank: Transform, name: str, weight: Tensor, parts: Mapping[str, Tensor]) -> Transform:
     buffers = blank.named_buffers() if blank.tail is not None else ()
     counters = {part: torch.zeros_like(t) for part, t in buffers if part.endswith(COUNTER)}
-    device = weight.device
     for part, tensor in parts.items():
         kind = "nothing" if part in counters else torch.uint8 if part in PACKED else torch.float32
         if tensor.dtype != kind:
             raise CorruptError(f"'{name}:{part}' is {tensor.dtype}, where {kind} belongs; the file is not usable")
         if part in PACKED and _has_tail(tensor, weight.numel()):
             raise CorruptError(f"'{name}:{part}' has bits set behind the last weight; the file is not usable")
-    blank.restore({part: tensor.to(device) for part, tensor in {**parts, **counters}.items()})
+    given = {**parts, **counters}
+    blank.restore(given if weight.is_cpu else {part: tensor.to(weight.device) for part, tensor in given.items()})
     return blank
 
 
@@ -101,38 +129,25 @@ def _check_owned(
     card: Card, anatomy: Anatomy, base: Mapping[str, Tensor], owned: Mapping[str, Tensor], options: registry.Options
 ) -> None:
     """Head apart, a task owns what its method and options give it, nothing else, and no half of a norm layer."""
-    method, head = registry.get(card.method), set(anatomy.head_names())
-    norms = _norm_tensors(anatomy)
+    method, (head, norms, counters) = registry.get(card.method), _structure(anatomy)
     asked = {name for pattern in options.own for name in base if fnmatchcase(name, pattern)}
+    given = asked | (norms.keys() if options.norms else set())
+    if method.owns_everything:
+        given |= base.keys() - norms.keys()
+    given -= counters.keys()
     for name, tensor in owned.items():
         if name not in base:
             raise WrongBackboneError(f"task {card.name!r} replaces {name!r}, which the backbone does not have")
         if name not in head:
             _check_fit(card, name, tensor, base[name])
-            given = name in asked or (options.norms if name in norms else method.owns_everything)
-            if not given or name.endswith(COUNTER):
+            if name not in given:
                 raise CorruptError(f"task {card.name!r} has {name!r}, which method {card.method!r} leaves alone")
     layers = {norms[name] for name in owned if name in norms and name not in asked}
-    needed = {name for name, layer in norms.items() if layer in layers}
+    lacking = {name for name, layer in norms.items() if name not in owned and layer in layers}
     if method.owns_everything:
-        needed |= base.keys() - norms.keys() - head
-    if missing := sorted(name for name in needed - owned.keys() if not name.endswith(COUNTER)):
+        lacking |= base.keys() - norms.keys() - head - owned.keys()
+    if missing := sorted(name for name in lacking if not name.endswith(COUNTER)):
         raise CorruptError(f"task {card.name!r} lacks {missing[0]!r}; the file is not usable")
-
-
-def _norm_tensors(anatomy: Anatomy) -> dict[str, str]:
-    """Each tensor of a norm layer with that layer's name; read once, like everything about a backbone."""
-    found: dict[str, str] | None = anatomy.__dict__.get("_norm_tensors")
-    if found is None:
-        layers = anatomy.backbone.named_modules()
-        found = {name: path for path, layer in layers if is_norm(layer) for name in _tensors_of(path, layer)}
-        anatomy.__dict__["_norm_tensors"] = found
-    return found
-
-
-def _tensors_of(path: str, module: nn.Module) -> list[str]:
-    held = [*module._parameters.items(), *module._buffers.items()]
-    return [f"{path}.{name}" for name, tensor in held if tensor is not None]
 
 
 def _check_fit(card: Card, name: str, tensor: Tensor, model: Tensor, outputs: int | None = None) -> None:
@@ -154,17 +169,17 @@ def _like(model: Tensor, tensor: Tensor) -> Tensor:
     Where nothing is to be changed, it stays in the memory that the file was read into.
     """
     learned = is_parameter(model)
-    placed = tensor.to(model.device, tensor.dtype if learned else model.dtype)
-    if placed.stride() != model.stride() and placed.shape == model.shape:
+    dtype = tensor.dtype if learned else model.dtype
+    placed = tensor if model.is_cpu and tensor.dtype == dtype else tensor.to(model.device, dtype)
+    if placed.dim() > 1 and placed.stride() != model.stride() and placed.shape == model.shape:
         placed = torch.empty_like(model, dtype=placed.dtype).copy_(placed)
     return nn.Parameter(placed, requires_grad=False) if learned else placed
 
 
-def _check_classes(archive: Archive, anatomy: Anatomy, base: Mapping[str, Tensor]) -> None:
+def _check_classes(archive: Archive, anatomy: Anatomy, base: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
     """The head's tensors are all there, in its shape, with one row for each class."""
-    card, head = archive.card, set(anatomy.head_names())
+    card, head = archive.card, _structure(anatomy).head
     count = len(card.classes or ())
-    own = archive.owned()
     if card.head == "classes":
         rows = {name: (*own[name].shape, 0)[0] for name in head & own.keys()}
         if set(rows.values()) - {count}:

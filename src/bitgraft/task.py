@@ -59,8 +59,7 @@ class Task(nn.Module):
         self._learned: tuple[int, list[nn.Parameter]] = (-1, [])
         self._transforms, self._owned = nn.ModuleDict(), nn.Module()
         self._transforms._modules.update((dotless(name), transform) for name, transform in transforms.items())
-        for name, tensor in owned.items():
-            _register(self._owned, name, tensor)
+        _register(self._owned, owned)
         self.head = head
         self.register_load_state_dict_post_hook(_note_exchange)  # type: ignore[no-untyped-call]
 
@@ -282,7 +281,9 @@ def dotted(key: str) -> str:
     return key[1:].replace("·", ".")
 
 
-def _register(holder: nn.Module, name: str, tensor: Tensor) -> None:
-    """Into the holder's own dict: what `register_parameter` checks holds here, and takes most of a task's loading."""
-    held: dict[str, Any] = holder._parameters if is_parameter(tensor) else holder._buffers
-    held[dotless(name)] = tensor
+def _register(holder: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Into the holder's own dicts: what `register_parameter` checks holds here, and takes most of a task's loading."""
+    parameters: dict[str, Any] = holder._parameters
+    buffers: dict[str, Any] = holder._buffers
+    for name, tensor in tensors.items():
+        (parameters if is_parameter(tensor) else buffers)[dotless(name)] = tensor

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -241,6 +241,11 @@ class Masked(Transform):
             return {name: torch.empty(size, dtype=kinds[name], device="meta") for name, size in self._sizes().items()}
         packed = self.packed if self.packed is not None else pack(self.mask())
         return {"mask": packed, "k": self.values().detach()}
+
+    def train(self, mode: bool = True) -> Self:
+        """All that the mode comes to where no modules are inside; a task has dozens of masks."""
+        self.__dict__["training"] = mode
+        return self
 
     def restore(self, parts: Mapping[str, Tensor]) -> None:
         expect(self._sizes(), parts)

@@ -49,15 +49,17 @@ class MaskOptions(Options):
             raise TaskError(f"init={self.init!r}: give the lowest and the highest starting value of R")
 
     def rule(self, weight: Weight) -> MaskRule:
-        values = [self.k0, self.k1, self.k2, self.k3]
-        if self.k0 == "auto":
-            undone = weight.channels_scale_free if self.per == "channel" else weight.scale_free
-            values[0] = 1.0 if undone else "learn"
-        fixed = tuple(None if isinstance(value, str) else float(value) for value in values)
-        return _rule(fixed, self.threshold, self.surrogate, self.per == "channel")
+        per_channel, k0 = self.per == "channel", self.k0
+        if k0 == "auto":
+            k0 = 1.0 if (weight.channels_scale_free if per_channel else weight.scale_free) else "learn"
+        return _rule(k0, self.k1, self.k2, self.k3, self.threshold, self.surrogate, per_channel)
 
 
-_rule = functools.lru_cache(MaskRule)  # one for all layers and tasks that have the same
+@functools.lru_cache
+def _rule(k0: K, k1: K, k2: K, k3: K, threshold: float, surrogate: Surrogate, per_channel: bool) -> MaskRule:
+    """One for all layers and tasks that have the same."""
+    fixed = tuple(None if isinstance(value, str) else float(value) for value in (k0, k1, k2, k3))
+    return MaskRule(fixed, threshold, surrogate, per_channel)
 
 
 def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
