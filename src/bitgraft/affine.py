@@ -129,7 +129,7 @@ class AtRest:
 def from_bits(held: Sequence[AtRest]) -> list[Tensor]:
     """W~ of masks at rest: in one call those that the compiled loops take, if that is worth a call."""
     fast = [i for i, one in enumerate(held) if _in_rows(one.channel) and _is_in_order(one.mask.weight)]
-    if all(held[i].mask.weight.numel() < kernels.SMALL for i in fast):
+    if not kernels.worth_a_call([held[i].mask.weight for i in fast]):
         fast = []
     found = dict(zip(fast, kernels.switch([held[i].mask for i in fast]), strict=True)) if fast else {}
     return [found[i] if i in found else one.plain() for i, one in enumerate(held)]

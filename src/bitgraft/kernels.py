@@ -26,19 +26,24 @@ _forked = False
 
 def suits(*tensors: Tensor) -> bool:
     """Whether the compiled loops take these tensors: one layout, dense, float32, on a CPU, and not small."""
-    return tensors[0].numel() >= SMALL and takes(*tensors)
+    return tensors[0].numel() >= SMALL and takes(*tensors) and native() is not None
 
 
 def takes(*tensors: Tensor) -> bool:
-    """The same, small ones too: they may go along with others."""
+    """The same of tensors of any size, if there are compiled loops."""
     first = tensors[0]
     return (
         all(t.device.type == "cpu" and t.dtype == torch.float32 and t.stride() == first.stride() for t in tensors)
         and _is_dense(first)
         and type(first) in (Tensor, torch.nn.Parameter)
         and not torch.compiler.is_compiling()
-        and native() is not None
     )
+
+
+def worth_a_call(weights: Sequence[Tensor]) -> bool:
+    """Small weights alone are not worth the import of a compiler. Where it is imported, they are worth a call."""
+    imported = native.cache_info().currsize > 0
+    return bool(weights) and (imported or any(w.numel() >= SMALL for w in weights)) and native() is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,8 @@ class Part:
     def __init__(self, task: Task) -> None:
         self.revision, self.transforms = task.revision, task.transforms
         self.owned = {name: held(task.anatomy.tensor(name), tensor) for name, tensor in task.owned.items()}
+        tails = ((name, transform.tail) for name, transform in self.transforms.items())
+        self._tails = {name: tail for name, tail in tails if tail is not None}
 
     def replaces(self, name: str) -> bool:
         return name in self.transforms or name in self.owned
@@ -49,8 +51,7 @@ class Part:
         return owned if owned.dtype == model.dtype else held(model, owned.to(model.dtype))
 
     def tail(self, names: Sequence[str]) -> nn.Module | None:
-        tails = [self.transforms[name].tail for name in names if name in self.transforms]
-        return next((tail for tail in tails if tail is not None), None)
+        return next((self._tails[name] for name in names if name in self._tails), None) if self._tails else None
 
 
 class Mixture:

@@ -159,9 +159,9 @@ class Masked(Transform):
         self.register_buffer("constants", k)
         self.register_buffer("packed", None)
 
-    def forward(self, weight: Tensor, room: Tensor | None = None) -> Tensor:
+    def forward(self, weight: Tensor) -> Tensor:
         if self.scores is None:
-            return from_bits([self.held(weight, room)])[0]
+            return from_bits([self.held(weight)])[0]
         shape, channel = self._broadcast(weight)
         same = shape == weight.shape  # all but transposed convolutions: a view costs as much as a small kernel
         scores, view = (self.scores, weight) if same else (self.scores.view(shape), weight.view(shape))
@@ -172,7 +172,7 @@ class Masked(Transform):
         return transformed if same else transformed.view(weight.shape)
 
     def at_rest(self, weight: Tensor, room: Tensor) -> Tensor:
-        return self(weight, room)  # type: ignore[no-any-return]
+        return self(weight) if self.scores is not None else from_bits([self.held(weight, room)])[0]
 
     def held(self, weight: Tensor, room: Tensor | None = None) -> AtRest:
         """Frozen, with its weight: so that W~ of many can be computed in one call."""

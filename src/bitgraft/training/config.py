@@ -145,7 +145,7 @@ _RATES: Mapping[str, Mapping[str, Any]] = {
 BY_METHOD: Mapping[tuple[str, str], Mapping[str, Any]] = {
     **{("quick-unlevelled", method): given for method, given in _RATES.items()},
     **{("quick", method): _unlevelled(given) for method, given in _RATES.items()},
-    **{("quick", method): {"rates": {"scores": 3e-3, "k": 3e-3}} for method in ("full", "simple")},
+    **{("quick", method): {"rates": {"scores": 4e-3, "k": 3e-3}, "eps": 2e-3} for method in ("full", "simple")},
     ("quick", "piggyback-bn"): {"rates": {"scores": 5e-4}},
 }
 """(preset, method) -> what that method has otherwise; docs/results/quick.md has the grid it was chosen from."""
