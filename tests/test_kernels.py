@@ -237,6 +237,26 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
+SMALL = """
+import sys, torch
+from bitgraft import kernels
+from bitgraft.affine import AtRest, from_bits
+from bitgraft.kernels import Packed
+weight = torch.randn(64, 64)
+bits, k = torch.full((512,), 85, dtype=torch.uint8), torch.tensor([1.0, 0.5, 0.25, 2.0])
+held = AtRest(Packed(weight, bits, k), weight.shape)
+plain = from_bits([held])[0]
+assert "numba" not in sys.modules and torch.equal(plain, held.plain())
+assert kernels.native() is not None and kernels.worth_a_call([weight])
+assert torch.equal(from_bits([held])[0], plain)
+"""
+
+
+def test_small_weights_alone_import_no_compiler_and_use_it_where_it_is():
+    done = subprocess.run([sys.executable, "-c", SMALL], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("off", ["", "off"])
 def test_a_forked_process_computes_the_same_in_one_thread_and_the_switch_off_works(off, tmp_path):
     script = FORKED if not off else "from bitgraft import kernels\nassert kernels.native() is None"
