@@ -126,6 +126,20 @@ def test_large_images_run_task_by_task_with_nothing_kept(passes, monkeypatch):
     assert len(net.resident) <= 1
 
 
+def test_norm_layers_that_tasks_replace_behind_convolutions_that_none_does(passes):
+    x = batch(8)
+    net = Network(tiny(), active=1)
+    for seed, name in enumerate("abc"):
+        net.add_task(name, classes=3 + seed, method="classifier", norms=True, seed=seed)
+        learn(net, name, x, rate=1e-2)
+    expected = one_by_one(net.eval(), x)
+    with torch.inference_mode():
+        found = net(x, task=NAMES)
+    assert passes
+    for mine, theirs in zip(found, expected, strict=True):  # such a convolution takes the whole batch at once
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("methods", [("adapters-series", "lora", "dan"), ("simple", "adapters-parallel", "classifier")])
 def test_every_kind_of_transform(methods, passes):
     x = batch(8)

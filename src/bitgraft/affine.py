@@ -118,7 +118,13 @@ class AtRest:
     channel: tuple[int, ...] = ()
     """How a vector of channels broadcasts against that; none where one k is for all."""
 
+    def suits_loops(self) -> bool:
+        """Each k is for one stretch of memory, elements lie in the order of their bits, and the loops take such."""
+        weight = self.mask.weight
+        return _in_rows(self.channel) and weight.is_contiguous() and kernels.takes(weight)
+
     def plain(self) -> Tensor:
+        """In PyTorch alone."""
         weight, k = self.mask.weight, self.mask.k.view(4, *self.channel)
         bits = strided_like(weight, unpack(self.mask.bits, weight.shape))
         if self.shape == weight.shape:  # a view would have other strides where a dimension has size 1
@@ -128,16 +134,11 @@ class AtRest:
 
 def from_bits(held: Sequence[AtRest]) -> list[Tensor]:
     """W~ of masks at rest: in one call those that the compiled loops take, if that is worth a call."""
-    fast = [i for i, one in enumerate(held) if _in_rows(one.channel) and _is_in_order(one.mask.weight)]
+    fast = [i for i, one in enumerate(held) if one.suits_loops()]
     if not kernels.worth_a_call([held[i].mask.weight for i in fast]):
         fast = []
     found = dict(zip(fast, kernels.switch([held[i].mask for i in fast]), strict=True)) if fast else {}
     return [found[i] if i in found else one.plain() for i, one in enumerate(held)]
-
-
-def _is_in_order(weight: Tensor) -> bool:
-    """Elements lie in memory in the order of their bits."""
-    return weight.is_contiguous() and kernels.takes(weight)
 
 
 class LearnedAffine(torch.autograd.Function):

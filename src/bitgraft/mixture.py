@@ -169,10 +169,15 @@ class Mixture:
         return False
 
     def _stages(self, path: str) -> list[str]:
-        """A layer whose tensors some task replaces, with the norm layer behind it if that is another: between the two
-        images need not be put together and taken apart again."""
-        stages = [path, self._next[path]] if path in self._next else [path]
-        return [s for s in stages if any(part.replaces(name) for part in self._parts for name in self._names[s])]
+        """A layer whose tensors some task replaces, and the norm layer behind it if some task replaces that one's:
+        between the two images need not be put together and taken apart again. None where the layer stays as it is."""
+        if not self._is_replaced(path):
+            return []
+        behind = self._next.get(path)
+        return [path] if behind is None or not self._is_replaced(behind) else [path, behind]
+
+    def _is_replaced(self, path: str) -> bool:
+        return any(part.replaces(name) for part in self._parts for name in self._names[path])
 
     def _through(self, stages: Sequence[str], part: Part, images: Tensor) -> Tensor:
         for stage in stages:
