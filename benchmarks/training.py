@@ -31,14 +31,15 @@ def memory() -> Iterator[Row]:
         yield Row(f"memory-{pixels}", what, "fine-tuning", limit, [a / b], detail)
 
 
-def smallmaps(rounds: int) -> Iterator[Row]:
-    """What `training/smallmaps.py` is worth."""
-    for network, title in (("tf_efficientnet_lite0", "EfficientNet-Lite0"), ("resnet50", "ResNet-50")):
+def convolutions(rounds: int) -> Iterator[Row]:
+    """What `training/convolutions.py` is worth."""
+    networks = {"tf_efficientnet_lite0": "EfficientNet-Lite0", "resnet50": "ResNet-50", "wrn4": "WRN-28-4"}
+    for network, title in networks.items():
         with Side("full", network, "32", "64") as mine, Side("full-plainly", network, "32", "64") as other:
             a, b = in_turns([mine, other], rounds)
         what = f"training step, full, {title}, batch 32 at 64 px"
-        against = "with PyTorch's own gradients on small maps"
-        yield Row(f"smallmaps-{network}", what, against, None, [x / y for x, y in zip(a, b, strict=True)], "", a, b)
+        against = "with PyTorch's own convolutions"
+        yield Row(f"convolutions-{network}", what, against, None, [x / y for x, y in zip(a, b, strict=True)], "", a, b)
 
 
 def _peak(method: str, network: str, pixels: int) -> float:

@@ -172,8 +172,12 @@ def _run(name: str, parts: Sequence[Part], filters: Filters = (0, 1, 1)) -> None
         end = begin + len(fields)
         np.add(fields, begins, out=pieces[begin:end])
         begin = end
-    function, address = getattr(compiled, name), job.ctypes.data
-    threads = 1 if _forked else min(torch.get_num_threads(), count)
+    together(getattr(compiled, name), job, count)
+
+
+def together(function: Any, job: NDArray[np.int64], pieces: int) -> None:
+    """Do a job of so many pieces by a compiled function, in as many threads as PyTorch uses."""
+    address, threads = job.ctypes.data, 1 if _forked else min(torch.get_num_threads(), pieces)
     if threads == 1:
         function.ctypes(address)
     elif (team := _team()) is not None:

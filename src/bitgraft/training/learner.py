@@ -12,7 +12,7 @@ from bitgraft.errors import TrainingError
 from bitgraft.network import Network
 from bitgraft.task import Task
 from bitgraft.tracing import logits
-from bitgraft.training.smallmaps import SmallMaps
+from bitgraft.training.convolutions import Convolutions
 
 Loss = Callable[[Any, Any], Tensor]
 """(what the network gives, what the data says) -> the mean loss of a batch."""
@@ -28,7 +28,7 @@ class Learner(nn.Module):
 
     def forward(self, images: Tensor, task: str) -> Any:
         graft = self._net[0].ready(task)
-        with SmallMaps() if images.device.type == "cpu" else nullcontext():
+        with Convolutions() if images.device.type == "cpu" else nullcontext():
             return graft(images)
 
 

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from bitgraft.task import Task
-from bitgraft.training.smallmaps import is_simple, pair, weight_gradient
+from bitgraft.training.convolutions import is_simple, pair
+from bitgraft.training.products import weight_gradient
 
 
 def levelled(task: Task) -> list[str]:
