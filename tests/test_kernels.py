@@ -12,7 +12,7 @@ from torch import nn
 
 from bitgraft import kernels
 from bitgraft.affine import AtRest, MaskRule, affine, from_bits
-from bitgraft.kernels import Packed
+from bitgraft.kernels import Packed, Scored
 from bitgraft.masks import pack
 from bitgraft.methods.masked import MaskOptions
 from bitgraft.transforms import Masked, Weight
@@ -54,6 +54,14 @@ def draw(seed: int, rows: int, length: int, odd: bool) -> tuple[torch.Tensor, ..
     return weight, scores, grad, k
 
 
+def forward(scores, at, weight, k, innermost=False):
+    return kernels.forward([Scored(weight, scores, at, k, innermost)])[0]
+
+
+def backward(grad, scores, at, weight, k):
+    return kernels.backward(grad, Scored(weight, scores, at, k))
+
+
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> None:
     nan = one.isnan()
     assert torch.equal(nan, other.isnan())
@@ -69,10 +77,10 @@ def test_w_is_the_references_to_the_last_bit_from_scores_and_from_bits(seed, row
     weight, scores, _, k = draw(seed, rows, length, odd)
     mask = scores >= at
     expected = affine(weight, mask, k.view(4, rows, 1))
-    same_bits(kernels.forward(scores, at, weight, k), expected)
+    same_bits(forward(scores, at, weight, k), expected)
     same_bits(kernels.switch([Packed(weight, pack(mask), k)])[0], expected)
     layer = affine(weight, mask, k[:, 0])
-    same_bits(kernels.forward(scores, at, weight, k[:, 0]), layer)
+    same_bits(forward(scores, at, weight, k[:, 0]), layer)
     same_bits(kernels.switch([Packed(weight, pack(mask), k[:, 0])])[0], layer)
 
 
@@ -80,7 +88,7 @@ def test_w_is_the_references_to_the_last_bit_from_scores_and_from_bits(seed, row
 @given(*SIZES, st.floats(-1, 1, width=32))
 def test_the_gradient_to_m_is_the_references_to_the_last_bit_and_sums_are_exact_enough(seed, rows, length, odd, at):
     weight, scores, grad, k = draw(seed, rows, length, odd)
-    to_mask, sums = kernels.backward(grad, scores, at, weight, k)
+    to_mask, sums = backward(grad, scores, at, weight, k)
     same_bits(to_mask, (weight * k[3][:, None] + k[2][:, None]) * grad)
     g, w, m = grad.double(), weight.double(), (scores >= at).double()
     exact = torch.stack([(g * w).sum(1), g.sum(1), (g * m).sum(1), (g * w * m).sum(1)])
@@ -100,13 +108,13 @@ def test_with_the_channels_innermost_there_is_the_same(seed, shape, per_row, odd
     weight, scores, grad, k = draw(seed, filters, int(np.prod(rest)), odd)
     weight, scores, grad = (t.view(shape) for t in (weight, scores, grad))
     k = k if per_row else k[:, 0].clone()
-    plain = kernels.forward(scores, 0.1, weight, k)
-    turned = kernels.forward(scores, 0.1, weight, k, innermost=True)
+    plain = forward(scores, 0.1, weight, k)
+    turned = forward(scores, 0.1, weight, k, innermost=True)
     assert turned.is_contiguous(memory_format=torch.channels_last)
     same_bits(turned, plain)
     laid_out = grad.contiguous(memory_format=torch.channels_last)
-    to_mask, sums = kernels.backward(laid_out, scores, 0.1, weight, k)
-    expected, expected_sums = kernels.backward(grad, scores, 0.1, weight, k)
+    to_mask, sums = backward(laid_out, scores, 0.1, weight, k)
+    expected, expected_sums = backward(grad, scores, 0.1, weight, k)
     assert to_mask.stride() == scores.stride()
     same_bits(to_mask, expected)
     if not odd:
@@ -116,14 +124,14 @@ def test_with_the_channels_innermost_there_is_the_same(seed, shape, per_row, odd
 @pytest.mark.usefixtures("threads")
 def test_results_do_not_depend_on_threads():
     weight, scores, grad, k = draw(1, 3, 5000, False)
-    to_mask, sums = kernels.backward(grad, scores, 0.1, weight, k)
+    to_mask, sums = backward(grad, scores, 0.1, weight, k)
     mask = scores >= 0.1
     assert torch.equal(kernels.switch([Packed(weight, pack(mask), k)])[0], affine(weight, mask, k.view(4, 3, 1)))
-    assert torch.equal(kernels.forward(scores, 0.1, weight, k), affine(weight, mask, k.view(4, 3, 1)))
+    assert torch.equal(forward(scores, 0.1, weight, k), affine(weight, mask, k.view(4, 3, 1)))
     assert torch.equal(to_mask, (weight * k[3][:, None] + k[2][:, None]) * grad)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    assert torch.equal(sums, kernels.backward(grad, scores, 0.1, weight, k)[1])
+    assert torch.equal(sums, backward(grad, scores, 0.1, weight, k)[1])
     torch.set_num_threads(before)
 
 
@@ -153,6 +161,29 @@ def test_many_weights_in_one_call_are_as_one_by_one(sizes):
         assert torch.equal(found, one.plain())
         assert torch.equal(found, from_bits([one])[0])
         assert room is None or not one.mask.weight.is_contiguous() or found.data_ptr() == room.data_ptr()
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 5), st.integers(1, 20), st.integers(1, 3), st.booleans(), st.booleans()),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_many_masks_that_learn_are_in_one_call_as_one_by_one(sizes):
+    """Each with its own threshold, one k for a layer or for each filter, some turned on the way."""
+    masks = []
+    for seed, (rows, inputs, edge, by_row, innermost) in enumerate(sizes):
+        weight, scores, _, k = draw(seed, rows, inputs * edge * edge, True)
+        shape = (rows, inputs, edge, edge)
+        k = k if by_row else k[:, 0].contiguous()
+        masks.append(Scored(weight.view(shape), scores.view(shape), seed / 10, k, innermost))
+    for mask, found in zip(masks, kernels.forward(masks), strict=True):
+        expected = affine(mask.weight, mask.scores >= mask.threshold, mask.k.view(4, -1, 1, 1, 1))
+        same_bits(found.contiguous(), expected.contiguous())
+        same_bits(found, kernels.forward([mask])[0])
+        assert not mask.innermost or found.is_contiguous(memory_format=torch.channels_last)
 
 
 LAYERS = [nn.Conv2d(4, 6, 3), nn.Conv2d(4, 6, 3, groups=2), nn.Linear(7, 5), nn.ConvTranspose2d(4, 6, 3, groups=2)]
@@ -211,15 +242,15 @@ def build(weight: Weight, rule: MaskRule, tensor: torch.Tensor, follows: bool) -
 
 def test_what_the_loops_do_not_take():
     good = torch.zeros(64, 64)
-    assert kernels.suits(good, good)
+    assert kernels.takes(good, good) and kernels.is_large(good)
     for bad in (good.double(), good.half(), good[:, ::2], good.t(), good.expand(2, 64, 64), good.to("meta")):
-        assert not kernels.suits(good, bad) or not kernels.suits(bad)
-    assert not kernels.suits(good[:, ::2])
+        assert not kernels.takes(good, bad) or not kernels.takes(bad)
+    assert not kernels.takes(good[:, ::2])
 
 
 def test_without_numba_the_reference_runs(monkeypatch):
     monkeypatch.setattr(kernels, "native", lambda: None)
-    assert not kernels.suits(torch.zeros(64, 64))
+    assert not kernels.is_large(torch.zeros(64, 64))
 
 
 FORKED = """
@@ -241,7 +272,7 @@ SMALL = """
 import sys, torch
 from bitgraft import kernels
 from bitgraft.affine import AtRest, from_bits
-from bitgraft.kernels import Packed
+from bitgraft.kernels import Packed, Scored
 weight = torch.randn(64, 64)
 bits, k = torch.full((512,), 85, dtype=torch.uint8), torch.tensor([1.0, 0.5, 0.25, 2.0])
 held = AtRest(Packed(weight, bits, k), weight.shape)

@@ -141,54 +141,93 @@ def from_bits(held: Sequence[AtRest]) -> list[Tensor]:
     return [found[i] if i in found else one.plain() for i, one in enumerate(held)]
 
 
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """What W~ of a mask that learns is computed from. The weight and R are as they broadcast against channels."""
+
+    scores: Tensor
+    k: Tensor | None
+    shift: Tensor | None
+    constants: Tensor
+    weight: Tensor
+    rule: MaskRule
+    coordinates: Coordinates
+    channel: tuple[int, ...]
+    innermost: bool
+    """Give W~ of a convolution with the channels innermost, whatever W has."""
+
+    @torch.no_grad()
+    def values(self) -> Tensor:
+        """k0..k3, (4,) or (4, channels), constants included."""
+        follows = self.coordinates.follows
+        size = mean_size(self.scores, self.rule.threshold, self.channel) if follows else None
+        return self.coordinates.values(self.constants, self.k, self.shift, size)
+
+    def scored(self, values: Tensor) -> kernels.Scored:
+        return kernels.Scored(self.weight, self.scores, self.rule.threshold, values, self.innermost)
+
+    def suits_loops(self) -> bool:
+        """Each k is for one stretch of memory, and the loops take such a weight, if there are enough of them."""
+        return _in_rows(self.channel) and kernels.takes(self.weight, self.scores)
+
+    def plain(self, values: Tensor) -> Tensor:
+        """In PyTorch alone."""
+        mask = threshold(self.scores, self.rule.threshold, self.scores.dtype)
+        plain = affine(self.weight, mask, values.view(4, *self.channel))
+        return plain.contiguous(memory_format=torch.channels_last) if self.innermost else plain
+
+
+def learned(held: Sequence[Learning]) -> list[Tensor]:
+    """W~ of masks that learn, with gradients to R and k: in one call those that the compiled loops take."""
+    values = [one.values() for one in held]
+    fast = [i for i, one in enumerate(held) if one.suits_loops()]
+    if not kernels.worth_a_call([held[i].weight for i in fast]):
+        fast = []
+    found = dict(zip(fast, kernels.forward([held[i].scored(values[i]) for i in fast]), strict=True)) if fast else {}
+    return [
+        LearnedAffine.apply(one.scores, one.k, one.shift, one, values[i], [found.get(i)]) for i, one in enumerate(held)
+    ]
+
+
 class LearnedAffine(torch.autograd.Function):
-    """`affine` with the surrogate gradient to R. Saves R, W and the four k: no copy, no mask. `innermost` gives W~ of a
-    convolution with the channels innermost, whatever W has."""
+    """`affine` with the surrogate gradient to R. Saves R, W and the four k: no copy, no mask. W~ may be `given`."""
 
     @staticmethod
     def forward(
         ctx: Any,
         scores: Tensor,
-        k: Tensor | None,
-        shift: Tensor | None,
-        constants: Tensor,
-        weight: Tensor,
-        rule: MaskRule,
-        coordinates: Coordinates,
-        channel: tuple[int, ...],
-        innermost: bool,
+        k: Tensor | None,  # noqa: ARG004
+        shift: Tensor | None,  # noqa: ARG004
+        one: Learning,
+        values: Tensor,
+        given: list[Tensor | None],
     ) -> Tensor:
-        size = mean_size(scores, rule.threshold, channel) if coordinates.follows else None
-        values = coordinates.values(constants, k, shift, size)
-        ctx.save_for_backward(scores, values, weight)
-        ctx.rule, ctx.coordinates, ctx.channel, ctx.shifted = rule, coordinates, channel, shift is not None
-        if _in_rows(channel) and kernels.suits(weight, scores):
-            return kernels.forward(scores, rule.threshold, weight, values, innermost)
-        plain = affine(weight, threshold(scores, rule.threshold, scores.dtype), values.view(4, *channel))
-        return plain.contiguous(memory_format=torch.channels_last) if innermost else plain
+        ctx.save_for_backward(scores, values, one.weight)
+        ctx.one = one
+        return one.plain(values) if given[0] is None else given[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         scores, values, weight = ctx.saved_tensors
-        rule: MaskRule = ctx.rule
-        follows = ctx.coordinates.follows
+        one: Learning = ctx.one
+        rule, channel, follows = one.rule, one.channel, one.coordinates.follows
         to_mask: Tensor | None
         sums: Tensor | None
-        if _in_rows(ctx.channel) and grad.dtype == torch.float32 and kernels.suits(weight, scores):
+        if grad.dtype == torch.float32 and one.suits_loops() and kernels.is_large(weight):
             grad = grad if kernels.is_turned(weight, grad) else strided_like(weight, grad)
-            to_mask, sums = kernels.backward(grad, scores, rule.threshold, weight, values)
+            to_mask, sums = kernels.backward(grad, one.scored(values))
         else:
-            to_mask, sums = _gradients(grad, scores, values, weight, rule, ctx.channel, ctx.needs_input_grad)
+            to_mask, sums = _gradients(grad, scores, values, weight, rule, channel, ctx.needs_input_grad)
         to_scores = to_k = to_shift = None
         if to_mask is not None:
             to_scores = through_surrogate(to_mask, scores, rule.threshold, rule.surrogate).to(scores.dtype)
             if follows:  # as if R itself were added: else Adam's moments would lag behind a k2 that grows
-                to_scores = to_scores / values[2].view(ctx.channel)
+                to_scores = to_scores / values[2].view(channel)
         if sums is not None:
             to_values = sums.view_as(values).to(values.dtype)
-            to_k, to_shift = ctx.coordinates.gradients(to_values, ctx.shifted, values[2] if follows else None)
-        return to_scores, to_k, to_shift, None, None, None, None, None, None
+            to_k, to_shift = one.coordinates.gradients(to_values, one.shift is not None, values[2] if follows else None)
+        return to_scores, to_k, to_shift, None, None, None
 
 
 def _in_rows(channel: tuple[int, ...]) -> bool:

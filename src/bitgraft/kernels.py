@@ -24,13 +24,8 @@ SHARES = 8  # pieces of a weight at least, as long as they are not too short, so
 _forked = False
 
 
-def suits(*tensors: Tensor) -> bool:
-    """Whether the compiled loops take these tensors: one layout, dense, float32, on a CPU, and not small."""
-    return tensors[0].numel() >= SMALL and takes(*tensors) and native() is not None
-
-
 def takes(*tensors: Tensor) -> bool:
-    """The same of tensors of any size, if there are compiled loops."""
+    """Whether the compiled loops, if there are any, take these tensors: one layout, dense, float32, on a CPU."""
     first = tensors[0]
     return (
         all(t.device.type == "cpu" and t.dtype == torch.float32 and t.stride() == first.stride() for t in tensors)
@@ -38,6 +33,11 @@ def takes(*tensors: Tensor) -> bool:
         and type(first) in (Tensor, torch.nn.Parameter)
         and not torch.compiler.is_compiling()
     )
+
+
+def is_large(weight: Tensor) -> bool:
+    """Worth a call by itself, and there are compiled loops."""
+    return weight.numel() >= SMALL and native() is not None
 
 
 def worth_a_call(weights: Sequence[Tensor]) -> bool:
@@ -63,30 +63,47 @@ def switch(masks: Sequence[Packed]) -> list[Tensor]:
     held = [_held(mask.k) for mask in masks]
     parts = []
     for mask, k, out in zip(masks, held, rooms, strict=True):
-        begins = (mask.bits.data_ptr(), 0, mask.weight.data_ptr(), out.data_ptr(), 0, k.data_ptr(), 0, 0, 0)
+        begins = (mask.bits.data_ptr(), 0, mask.weight.data_ptr(), out.data_ptr(), 0, k.data_ptr(), 0, 0, 0, 0, 0)
         parts.append((_places("switch", (mask.weight.numel(), 1, 1), k.numel() // 4), begins))
     _run("switch", parts)
     return rooms
 
 
-def forward(scores: Tensor, threshold: float, weight: Tensor, k: Tensor, innermost: bool = False) -> Tensor:
-    """W~ from R, with the bit 1[R >= threshold]; with the channels innermost if so wished, whatever W has."""
-    out, k, at = _room(weight, innermost), _held(k), np.array([threshold], np.float32)
-    filters = _filters(weight, out)
-    begins = (scores.data_ptr(), at.ctypes.data, weight.data_ptr(), out.data_ptr(), 0, k.data_ptr(), 0, 0, 0)
-    _run("forward", [(_places("forward", filters, k.numel() // 4), begins)], filters)
-    return out
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A weight, scores for it, and k0..k3 as in `Packed`."""
+
+    weight: Tensor
+    scores: Tensor
+    threshold: float
+    k: Tensor
+    innermost: bool = False
+    """Give W~ with the channels innermost, whatever W has."""
 
 
-def backward(grad: Tensor, scores: Tensor, threshold: float, weight: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def forward(masks: Sequence[Scored]) -> list[Tensor]:
+    """W~ of some weights from R, with the bit 1[R >= threshold], all in one call."""
+    rooms = [_room(mask.weight, mask.innermost) for mask in masks]
+    held = [_held(mask.k) for mask in masks]
+    thresholds = np.array([mask.threshold for mask in masks], np.float32)
+    at, parts = thresholds.ctypes.data, []
+    for mask, k, out in zip(masks, held, rooms, strict=True):
+        begins = (mask.scores.data_ptr(), at, mask.weight.data_ptr(), out.data_ptr(), 0, k.data_ptr(), 0, 0, 0, 0, 0)
+        parts.append((_places("forward", _filters(mask.weight, out), k.numel() // 4), begins))
+        at += thresholds.itemsize
+    _run("forward", parts)
+    return rooms
+
+
+def backward(grad: Tensor, mask: Scored) -> tuple[Tensor, Tensor]:
     """dE/dM = dE/dW~ ∘ (k2 + k3 W), laid out as R, and dE/dk in the shape of k. The gradient is laid out as W, or with
     the channels innermost."""
-    out, k, at = torch.empty_like(scores), _held(k), np.array([threshold], np.float32)
-    rows, filters = k.numel() // 4, _filters(weight, grad)
-    places = _places("backward", filters, rows)
+    out, k, at = torch.empty_like(mask.scores), _held(mask.k), np.array([mask.threshold], np.float32)
+    rows = k.numel() // 4
+    places = _places("backward", _filters(mask.weight, grad), rows)
     sums = torch.zeros(rows, len(places) // rows, 4, dtype=torch.float64)
-    ours = (scores.data_ptr(), at.ctypes.data, weight.data_ptr(), out.data_ptr(), 0, k.data_ptr(), 0)
-    _run("backward", [(places, (*ours, grad.data_ptr(), sums.data_ptr()))], filters)
+    ours = (mask.scores.data_ptr(), at.ctypes.data, mask.weight.data_ptr(), out.data_ptr(), 0, k.data_ptr(), 0)
+    _run("backward", [(places, (*ours, 0, 0, grad.data_ptr(), sums.data_ptr()))])
     return out, sums.sum(1).float().t().reshape(k.shape)
 
 
@@ -149,11 +166,12 @@ def _places(name: str, filters: Filters, rows: int) -> NDArray[np.int64]:
     fields[:, 2] = fields[:, 3] = 4 * starts
     fields[:, 4] = sizes
     fields[:, 5], fields[:, 6] = 4 * row, 4 * rows
+    fields[:, 7:9] = filters[1:]
     if name == "switch":
         fields[:, 0], fields[:, 1] = starts // 8, starts % 8
     else:
-        fields[:, 0] = fields[:, 7] = 4 * starts
-        fields[:, 8] = 32 * np.arange(len(starts))
+        fields[:, 0] = fields[:, 9] = 4 * starts
+        fields[:, 10] = 32 * np.arange(len(starts))
     return fields
 
 
@@ -161,12 +179,13 @@ Part = tuple[NDArray[np.int64], tuple[int, ...]]
 """The fields of a weight's pieces, and where the arrays begin that they are counted from."""
 
 
-def _run(name: str, parts: Sequence[Part], filters: Filters = (0, 1, 1)) -> None:
-    """Do all pieces of all weights, whose filters are turned alike."""
+def _run(name: str, parts: Sequence[Part]) -> None:
+    """Do all pieces of all weights."""
     compiled = native()
     count = sum(len(fields) for fields, _ in parts)
     job = np.empty(compiled.HEADER + count * compiled.FIELDS, np.int64)
-    job[: compiled.HEADER] = 0, count, *filters[1:]  # the counter, and up to where
+    room = max(int(fields[0, 7] * fields[0, 8]) for fields, _ in parts)
+    job[: compiled.HEADER] = 0, count, room  # the counter, up to where, and what a filter takes
     pieces, begin = job[compiled.HEADER :].reshape(count, compiled.FIELDS), 0
     for fields, begins in parts:
         end = begin + len(fields)

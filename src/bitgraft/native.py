@@ -1,10 +1,10 @@
 """The compiled loops behind `bitgraft.kernels`, for float32 on a CPU. To import this is to compile them once.
 
 Each is a C function that several threads call at once with the same job: an array of 64-bit integers that holds a
-counter, the number of pieces, how a filter is turned, and for each piece its addresses and sizes. A thread takes the
-next piece until there is none. So it does not matter how many threads there are or whose they are, and what a piece
-sums up does not depend on it. Pieces may be of several weights. Products and sums are not contracted (no FMA): each
-operation rounds as PyTorch's own does.
+counter, the number of pieces, the size of the largest filter that is turned, and for each piece its addresses and
+sizes. A thread takes the next piece until there is none. So it does not matter how many threads there are or whose they
+are, and what a piece sums up does not depend on it. Pieces may be of several weights. Products and sums are not
+contracted (no FMA): each operation rounds as PyTorch's own does.
 
 W~ that learns and its gradient may lie with the channels innermost where W and R do not. A filter is then turned on the
 way, in the processor's cache: from `inner` channels of `places` elements each to `places` of `inner`. A piece is whole
@@ -20,7 +20,7 @@ from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-HEADER, FIELDS = 4, 9  # integers before the pieces, and for a piece
+HEADER, FIELDS = 3, 11  # integers before the pieces, and for a piece
 PLACES = np.array([1 << place for place in range(32)], np.uint32)  # numba would shift in 64 bits: half as fast
 BLOCK = 1024  # elements that are summed in float32 before float64 takes over
 
@@ -51,7 +51,7 @@ def _floats(address, count):  # type: ignore[no-untyped-def]
 def _job(address):  # type: ignore[no-untyped-def]
     header = carray(_pointer(address), (HEADER,), np.int64)
     pieces = carray(_pointer(address + 8 * HEADER), (header[1], FIELDS), np.int64)
-    return pieces, header[2], header[3]
+    return pieces, header[2]
 
 
 @njit
@@ -142,7 +142,7 @@ def _kept(compiler: Any, signature: Any, function: Any) -> Any:
 @_compiled
 def switch(job):  # type: ignore[no-untyped-def]
     """Pieces: bits, place of the first bit in its byte, weight, out, count, k0, bytes from there to k1."""
-    pieces, _, _ = _job(job)
+    pieces, _ = _job(job)
     while True:
         piece = _next(job)
         if piece >= len(pieces):
@@ -163,42 +163,44 @@ def switch(job):  # type: ignore[no-untyped-def]
 
 @_compiled
 def forward(job):  # type: ignore[no-untyped-def]
-    """Pieces: scores, threshold (1 float), weight, out, count, k0, bytes from there to k1."""
-    pieces, inner, places = _job(job)
-    turned = np.empty(inner * places, np.float32)
+    """Pieces: scores, threshold (1 float), weight, out, count, k0, bytes from there to k1, and how filters are turned:
+    `inner` channels of `places` elements."""
+    pieces, room = _job(job)
+    turned = np.empty(room, np.float32)
     while True:
         piece = _next(job)
         if piece >= len(pieces):
             break
-        scores, at, weight, out, size, k, stride = pieces[piece, :7]
+        scores, at, weight, out, size, k, stride, inner, places = pieces[piece, :9]
         maps, threshold = _maps(k, stride), _floats(at, 1)[0]
         if places == 1:
             _from_scores(_floats(scores, size), threshold, _floats(weight, size), _floats(out, size), *maps)
             continue
-        for begin in range(0, 4 * size, 4 * turned.size):
-            r, w = _floats(scores + begin, turned.size), _floats(weight + begin, turned.size)
-            _from_scores(r, threshold, w, turned, *maps)
-            _turn(turned, _floats(out + begin, turned.size), inner, places)
+        span = inner * places
+        for begin in range(0, 4 * size, 4 * span):
+            r, w = _floats(scores + begin, span), _floats(weight + begin, span)
+            _from_scores(r, threshold, w, turned[:span], *maps)
+            _turn(turned[:span], _floats(out + begin, span), inner, places)
 
 
 @_compiled
 def backward(job):  # type: ignore[no-untyped-def]
     """Pieces: as in `forward`, then the gradient, and sums (4 doubles)."""
-    pieces, inner, places = _job(job)
-    turned = np.empty(inner * places, np.float32)
+    pieces, room = _job(job)
+    turned = np.empty(room, np.float32)
     while True:
         piece = _next(job)
         if piece >= len(pieces):
             break
-        scores, at, weight, out, size, k, stride, grad, totals = pieces[piece]
+        scores, at, weight, out, size, k, stride, inner, places, grad, totals = pieces[piece]
         threshold, sums = _floats(at, 1)[0], carray(_pointer(totals), (4,), np.float64)
         k2, k3 = _floats(k + 2 * stride, 1)[0], _floats(k + 3 * stride, 1)[0]
-        span = size if places == 1 else turned.size
+        span = size if places == 1 else inner * places
         for begin in range(0, 4 * size, 4 * span):
             g, w, r = _floats(grad + begin, span), _floats(weight + begin, span), _floats(scores + begin, span)
             if places > 1:
-                _turn(g, turned, places, inner)
-                g = turned
+                _turn(g, turned[:span], places, inner)
+                g = turned[:span]
             _learn(g, w, r, threshold, _floats(out + begin, span), k2, k3, sums)
 
 

@@ -7,7 +7,7 @@ from typing import Literal, Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from bitgraft.affine import AtRest, Coordinates, LearnedAffine, from_bits, mean_size
+from bitgraft.affine import AtRest, Coordinates, Learning, from_bits, learned, mean_size
 from bitgraft.affine import MaskRule as MaskRule
 from bitgraft.affine import strided_like as strided_like
 from bitgraft.affine import widened as widened
@@ -162,14 +162,16 @@ class Masked(Transform):
     def forward(self, weight: Tensor) -> Tensor:
         if self.scores is None:
             return from_bits([self.held(weight)])[0]
+        return _shaped(learned([self.learning(weight)])[0], weight.shape)
+
+    def learning(self, weight: Tensor) -> Learning:
+        """While it learns, with its weight: so that W~ of many can be computed in one call."""
+        assert self.scores is not None
         shape, channel = self._broadcast(weight)
-        same = shape == weight.shape  # all but transposed convolutions: a view costs as much as a small kernel
-        scores, view = (self.scores, weight) if same else (self.scores.view(shape), weight.view(shape))
-        innermost = self.innermost and weight.dim() == 4 and same
-        transformed: Tensor = LearnedAffine.apply(
-            scores, self.k, self.shift, self.constants, view, self.rule, self._coordinates(), channel, innermost
-        )
-        return transformed if same else transformed.view(weight.shape)
+        scores, view = _shaped(self.scores, shape), _shaped(weight, shape)  # others for transposed convolutions alone
+        innermost = self.innermost and weight.dim() == 4 and view is weight
+        ours = (self.k, self.shift, self.constants)
+        return Learning(scores, *ours, view, self.rule, self._coordinates(), channel, innermost)
 
     def at_rest(self, weight: Tensor, room: Tensor) -> Tensor:
         return self(weight) if self.scores is not None else from_bits([self.held(weight, room)])[0]
@@ -261,11 +263,18 @@ class Masked(Transform):
 
 
 def transformed(transforms: Mapping[str, Transform], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """W~ of each weight by its transform: all frozen masks at once, the rest one by one."""
-    frozen = {
-        name: transform.held(weights[name])
-        for name, transform in transforms.items()
-        if isinstance(transform, Masked) and transform.scores is None
-    }
+    """W~ of each weight by its transform: all frozen masks at once, all that learn, and the rest one by one."""
+    masks = {name: transform for name, transform in transforms.items() if isinstance(transform, Masked)}
+    frozen = {name: mask.held(weights[name]) for name, mask in masks.items() if mask.scores is None}
+    learning = {name: mask.learning(weights[name]) for name, mask in masks.items() if mask.scores is not None}
     found = dict(zip(frozen, from_bits(list(frozen.values())), strict=True))
-    return {name: found[name] if name in found else t(weights[name]) for name, t in transforms.items()}
+    found |= zip(learning, learned(list(learning.values())), strict=True)
+    return {
+        name: _shaped(found[name], weights[name].shape) if name in found else transform(weights[name])
+        for name, transform in transforms.items()
+    }
+
+
+def _shaped(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """A view costs as much as a small kernel."""
+    return tensor if tensor.shape == shape else tensor.view(shape)
