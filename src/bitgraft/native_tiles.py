@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from bitgraft.native import _kept, _next, _pointer
@@ -71,6 +72,20 @@ def _clear(typing: Any, to: Any) -> Any:
     return types.void(types.int64), _on_block(lambda builder, kind, old: ir.Constant(kind, None))
 
 
+@intrinsic
+def _expect(typing: Any, address: Any) -> Any:
+    """Fetch a line of memory ahead of its use: planes lie too far apart for the processor to see what comes next."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        i32, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, i32, i32, i32])
+        fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(fetch, [builder.inttoptr(args[0], pointer), i32(1), i32(3), i32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
 @njit(inline="always")
 def _on_both_sides(matrix, work, half):  # type: ignore[no-untyped-def]
     """A block of (columns, columns, BLOCK) at the beginning of `work` to one of (rows, rows, BLOCK) there."""
@@ -119,6 +134,7 @@ def _spread(job, matrix):  # type: ignore[no-untyped-def]
                 _on_both_sides(matrix, work, half)
                 for place in range(side * side):
                     _copy(to + place * plane + 4 * channel, here + 4 * place * BLOCK)
+                    _expect(to + place * plane + 4 * (channel + BLOCK))
 
 
 @njit(inline="always")
@@ -146,6 +162,7 @@ def _gather(job, matrix):  # type: ignore[no-untyped-def]
             for channel in range(begin, begin + share, BLOCK):
                 for place in range(side * side):
                     _copy(here + 4 * place * BLOCK, given + place * plane + 4 * channel)
+                    _expect(given + place * plane + 4 * (channel + BLOCK))
                 _on_both_sides(matrix, work, half)
                 for i in range(max(0, -top), min(window, height - top)):
                     for j in range(max(0, -left), min(window, width - left)):
