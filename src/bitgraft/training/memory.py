@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3  # the parameters of mallopt(3)
-KEEPING = {MMAP_THRESHOLD: 1 << 24, TRIM_THRESHOLD: (1 << 31) - 1, TOP_PAD: 1 << 26}
+KEEPING = {MMAP_THRESHOLD: 10 << 20, TRIM_THRESHOLD: (1 << 31) - 1, TOP_PAD: 1 << 26}
 USUAL = {MMAP_THRESHOLD: 1 << 25, TRIM_THRESHOLD: 1 << 26, TOP_PAD: 1 << 17}  # where glibc's own rule ends up
 
 
