@@ -7,7 +7,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 THREADS = len(os.sched_getaffinity(0))
@@ -91,12 +93,41 @@ def compare(
     return Row(key, what, against, limit, [x / y for x, y in zip(a, b, strict=True)], detail, a, b)
 
 
-class Side:
-    """One side in a process of its own, so that neither has the other's memory to deal with."""
+def answer(run: Callable[[], Any]) -> None:
+    """Answer each line on the standard input with one number: "go" runs and gives the seconds, "peak" gives bytes."""
+    for line in sys.stdin:
+        number = 0.0
+        if line.strip() == "go":
+            number = timed(run)()
+        elif line.strip() == "peak":
+            number = peak()
+        print(json.dumps(number), flush=True)
 
-    def __init__(self, *words: str) -> None:
+
+def peak() -> int:
+    """Bytes at most. (`getrusage` counts what the process that started this one held at that moment, too.)"""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
+def anew(sides: Callable[[], Sequence["Side"]], rounds: int, at_a_time: int) -> list[list[float]]:
+    """`in_turns` with sides that begin anew every few rounds: where a process has its memory changes what it takes."""
+    found: list[list[float]] = []
+    for done in range(0, rounds, at_a_time):
+        with ExitStack() as stack:
+            held = [stack.enter_context(side) for side in sides()]
+            times = in_turns(held, min(at_a_time, rounds - done))
+        found = [a + b for a, b in zip(found or [[] for _ in times], times, strict=True)]
+    return found
+
+
+class Side:
+    """One side in a process of its own, so that neither has the other's memory to deal with: a module that ends in
+    `answer`, and its arguments."""
+
+    def __init__(self, *words: str, module: str = "benchmarks.side") -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.side", *words],
+            [sys.executable, "-m", module, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

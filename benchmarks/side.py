@@ -1,15 +1,8 @@
-"""One side of a comparison of training steps, in a process of its own.
+"""One side of a comparison of training steps: `python -m benchmarks.side METHOD NETWORK BATCH PIXELS`."""
 
-`python -m benchmarks.side METHOD NETWORK BATCH PIXELS` answers each line on its standard input with one number:
-"go" runs a step and gives its seconds.
-"""
-
-import json
 import sys
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 
 import timm
 import torch
@@ -17,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks import opposition
+from benchmarks.measure import answer
 
 CLASSES, PLAINLY, OTHERS = 10, "-plainly", ("finetune", "piggyback", "lora")
 
@@ -92,12 +86,6 @@ def ours(model: nn.Module, method: str, images: torch.Tensor, labels: torch.Tens
     return step
 
 
-def peak() -> int:
-    """Bytes at most. (`getrusage` counts what the process that started this one held at that moment, too.)"""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
-
-
 def memory_of(method: str) -> AbstractContextManager[None]:
     """As `bitgraft.fit` has it, for ours."""
     if method in OTHERS:
@@ -110,15 +98,7 @@ def memory_of(method: str) -> AbstractContextManager[None]:
 def main(method: str, network: str, batch: str, pixels: str) -> None:
     with memory_of(method):
         step = step_of(method, network, int(batch), int(pixels))
-        for line in sys.stdin:
-            answer = 0.0
-            if line.strip() == "go":
-                start = time.perf_counter()
-                step()
-                answer = time.perf_counter() - start
-            elif line.strip() == "peak":
-                answer = peak()
-            print(json.dumps(answer), flush=True)
+        answer(step)
 
 
 if __name__ == "__main__":

@@ -1,34 +1,23 @@
 """Rows on training: a step and its memory against fine-tuning, Piggyback as one would write it, and LoRA."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 
-from benchmarks.measure import Row, Side, in_turns
+from benchmarks.measure import Row, Side, anew, in_turns
 
 NAMES = {"wrn4": "WRN-28-4", "resnet50": "ResNet-50"}
-AT_A_TIME = 6  # rounds; then the sides begin anew: where a process has its memory changes what its steps take, too
 AGAINST = {"piggyback": "Piggyback written the obvious way", "lora": "PEFT's LoRA on the same convolutions"}
 
 
 def steps(network: str, limit: float, rounds: int) -> Iterator[Row]:
     others = ["finetune", *AGAINST] if network == "resnet50" else ["finetune"]
-    times: dict[str, list[float]] = {name: [] for name in ["full", *others]}
-    for some in batches(rounds, AT_A_TIME):
-        with ExitStack() as stack:
-            sides = [stack.enter_context(Side(name, network, "32", "64")) for name in times]
-            for name, seconds in zip(times, in_turns(sides, some), strict=True):
-                times[name] += seconds
+    names = ["full", *others]
+    times = dict(zip(names, anew(lambda: [Side(name, network, "32", "64") for name in names], rounds, 6), strict=True))
     mine = times["full"]
     what = f"training step, full, {NAMES[network]}, batch 32 at 64 px"
     for name in others:
         ratios = [a / b for a, b in zip(mine, times[name], strict=True)]
         bound, against = (limit, "fine-tuning step") if name == "finetune" else (1.0, AGAINST[name])
         yield Row(f"step-{network}-{name}", what, against, bound, ratios, "", mine, times[name])
-
-
-def batches(rounds: int, size: int) -> list[int]:
-    """So many rounds in batches of this size, the last as many as are left."""
-    return [min(size, rounds - done) for done in range(0, rounds, size)]
 
 
 def memory() -> Iterator[Row]:

@@ -56,13 +56,18 @@ class _Shape:
 
     @property
     def gives_products(self) -> bool:
-        """Whether products are the faster way to what it gives and to the gradient of what it takes in."""
+        """Whether products are the faster way to what it gives."""
         large = self.is_point and self.weights >= LARGE
         return self.groups == 1 and self.pixels <= (POINTS if large else TINY)
 
     @property
+    def takes_products(self) -> bool:
+        """Whether they are to the gradient of what it takes in."""
+        return self.gives_products or (self.is_point and (self.pixels <= SMALL or self.stride != (1, 1)))
+
+    @property
     def is_product(self) -> bool:
-        """Whether one product is all there is to it, and PyTorch's own gradients of that are as good."""
+        """Whether one product is all there is to it: PyTorch's own gradients of that are the same."""
         return self.gives_products and self.is_point and self.stride == (1, 1) and self.padding == (0, 0)
 
     @property
@@ -94,9 +99,7 @@ class _Convolution(torch.autograd.Function):
         to_x = to_weight = None
         if shape.tiled:
             to_x, to_weight = tiles.gradients(x, grad, weight, shape.padding, needed[0])
-        elif needed[0] and (
-            shape.gives_products or (shape.is_point and (shape.pixels <= SMALL or shape.stride != (1, 1)))
-        ):
+        elif needed[0] and shape.takes_products:
             to_x = products.input_gradient(x, grad, weight, *shape.steps)
         elif needed[0]:
             mask = (True, False, False)
