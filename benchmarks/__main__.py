@@ -23,9 +23,9 @@ GROUPS: dict[str, Callable[[Path, int], Iterator[Row]]] = {
     "memory": lambda folder, rounds: training.memory(),
     "switch": lambda folder, rounds: serving.switch(folder, 10 * rounds),  # some milliseconds each
     "residents": lambda folder, rounds: serving.residents(folder, 2 * rounds),
-    "forward": lambda folder, rounds: serving.forward(folder, 2 * rounds),
+    "forward": lambda folder, rounds: serving.forward(folder, 6 * rounds),
     "mixed": serving.mixed,
-    "files": lambda folder, rounds: storage.files(folder, 2 * rounds),
+    "files": lambda folder, rounds: storage.files(folder, 6 * rounds),
     "cold": lambda folder, rounds: storage.cold_process(folder, max(3, rounds // 3)),
 }
 GROWTH: dict[str, Callable[[Path, int], Any]] = {

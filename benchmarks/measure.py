@@ -122,12 +122,11 @@ def anew(sides: Callable[[], Sequence["Side"]], rounds: int, at_a_time: int) -> 
 
 
 class Side:
-    """One side in a process of its own, so that neither has the other's memory to deal with: a module that ends in
-    `answer`, and its arguments."""
+    """One side in a process of its own, so that neither has the other's memory to deal with."""
 
-    def __init__(self, *words: str, module: str = "benchmarks.side") -> None:
+    def __init__(self, *words: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *words],
+            [sys.executable, "-m", "benchmarks.side", *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import bitgraft
-from benchmarks.measure import Row, Side, anew, compare, timed
+from benchmarks.measure import Row, compare, timed
 from bitgraft.task import Task
 from bitgraft.transforms import Masked, transformed
 
@@ -134,27 +134,38 @@ def forward(folder: Path, rounds: int) -> Iterator[Row]:
 def mixed(folder: Path, rounds: int) -> Iterator[Row]:
     """At the network's own size of image, and, to be shown, at the small one, where switching is most of what there is.
     Memory decides how: layer by layer, a layer's weights of one task at a time, or with all eight tasks kept."""
-    net = bitgraft.Network(backbone())
-    for seed in range(8):
-        task = trained(net, f"task-{seed}", seed)
-        net.save_task(task.name, folder / task.name)
-    sizes = [p.numel() * 4 for p in net.backbone.parameters()]
+    model = backbone()
+    names = [f"task-{i}" for i in range(8)]
+    makers = {active: bitgraft.Network(model, active=active).eval() for active in (1, 8)}
+    for seed, name in enumerate(names):
+        task = trained(makers[1], name, seed)
+        makers[1].save_task(name, folder / name)
+        assert task.name == name
+        makers[8].load_task(folder / name)
+    plain = [makers[1].export(name) for name in names]
+    wanted = [names[i % 8] for i in range(32)]
+
+    def separate(images: Tensor) -> None:
+        with torch.inference_mode():
+            for i, module in enumerate(plain):
+                module(images[i::8])
+
+    def together(net: bitgraft.Network, images: Tensor) -> None:
+        with torch.inference_mode():
+            net(images, task=wanted)
+
+    sizes = [p.numel() * 4 for p in model.parameters()]
     size = sum(sizes)
-    for pixels, kept, limit in ((224, 1, 1.10), (64, 1, None), (64, 8, None)):
-        words = str(folder), str(pixels)
-        mine, other = anew(
-            lambda: [Side(*words, str(n), module="benchmarks.mixture_side") for n in (kept, 0)],  # noqa: B023
-            rounds if pixels == 64 else max(6, rounds // 2),
-            3,
-        )
-        held = size + (max(sizes) if kept == 1 else 8 * size) + 8 * _ideal(task)
-        yield Row(
-            f"mixed-{pixels}-{kept}",
-            f"mixed batch of 32 images over 8 tasks, {pixels} px, {kept} kept at work",
+    for pixels, active, limit in ((224, 1, 1.10), (64, 1, None), (64, 8, None)):
+        net, images = makers[active], torch.randn(32, 3, pixels, pixels)
+        held = size + (max(sizes) if active == 1 else 8 * size) + 8 * _ideal(net.tasks[names[0]])
+        yield compare(
+            f"mixed-{pixels}-{active}",
+            f"mixed batch of 32 images over 8 tasks, {pixels} px, {active} kept at work",
             "eight separate plain models, each with its part",
             limit,
-            [a / b for a, b in zip(mine, other, strict=True)],
+            timed(lambda: together(net, images)),  # noqa: B023
+            timed(lambda: separate(images)),  # noqa: B023
+            rounds if pixels == 64 else max(6, rounds // 2),
             f"{held / 1e6:.0f} MB of weights, bits and backbone against {8 * size / 1e6:.0f} MB",
-            mine,
-            other,
         )

@@ -186,6 +186,18 @@ def test_many_masks_that_learn_are_in_one_call_as_one_by_one(sizes):
         assert not mask.innermost or found.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("shape", [(8, 1, 3, 3), (6, 4, 1, 1), (6, 4, 3, 3)])
+def test_masks_that_learn_are_laid_out_alike_either_way(shape, monkeypatch):
+    """Convolutions look at strides that mean nothing, of dimensions of size 1, and round otherwise."""
+    rule = MaskRule((None,) * 4, 0.0, "identity", False)
+    mask = Masked(Weight("w", torch.Size(shape), "conv", 1), rule, torch.randn(shape))
+    mask.innermost = True
+    one = mask(torch.randn(shape))
+    monkeypatch.setattr(kernels, "native", lambda: None)
+    monkeypatch.setattr(kernels, "worth_a_call", lambda weights: False)
+    assert mask(torch.randn(shape)).stride() == one.stride()
+
+
 LAYERS = [nn.Conv2d(4, 6, 3), nn.Conv2d(4, 6, 3, groups=2), nn.Linear(7, 5), nn.ConvTranspose2d(4, 6, 3, groups=2)]
 
 

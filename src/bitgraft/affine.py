@@ -174,7 +174,9 @@ class Learning:
         """In PyTorch alone."""
         mask = threshold(self.scores, self.rule.threshold, self.scores.dtype)
         plain = affine(self.weight, mask, values.view(4, *self.channel))
-        return plain.contiguous(memory_format=torch.channels_last) if self.innermost else plain
+        if not self.innermost:
+            return plain
+        return strided_like(torch.empty_like(plain, memory_format=torch.channels_last), plain)  # to the last stride
 
 
 def learned(held: Sequence[Learning]) -> list[Tensor]:
