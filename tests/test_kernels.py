@@ -32,16 +32,6 @@ def every_size(monkeypatch):
     kernels._places.cache_clear()
 
 
-@pytest.fixture(params=["one thread", "torch's threads", "python's threads"])
-def threads(request, monkeypatch):
-    before = torch.get_num_threads()
-    torch.set_num_threads(1 if request.param == "one thread" else 2)
-    if request.param == "python's threads":
-        monkeypatch.setattr(kernels, "_team", lambda: None)
-    yield
-    torch.set_num_threads(before)
-
-
 def draw(seed: int, rows: int, length: int, odd: bool) -> tuple[torch.Tensor, ...]:
     """A weight, scores, a gradient and k for its rows."""
     rng = torch.Generator().manual_seed(seed)

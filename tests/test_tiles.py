@@ -7,19 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from bitgraft import kernels
 from bitgraft import native_tiles as loops
 from bitgraft.training import tiles
 
-
-@pytest.fixture(autouse=True, params=["one thread", "torch's threads", "python's threads"])
-def threads(request, monkeypatch):
-    before = torch.get_num_threads()
-    torch.set_num_threads(1 if request.param == "one thread" else 2)
-    if request.param == "python's threads":
-        monkeypatch.setattr(kernels, "_team", lambda: None)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("threads")
+SIZES = st.tuples(st.integers(4, 11), st.integers(4, 11))
+PADDINGS = st.tuples(st.integers(0, 2), st.integers(0, 2))
 
 
 def innermost(*shape: int) -> torch.Tensor:
@@ -38,12 +31,7 @@ def windows(maps: torch.Tensor, window: int, padding: tuple[int, int], size: tup
 
 
 @settings(deadline=None, max_examples=15)
-@given(
-    st.integers(1, 3),
-    st.sampled_from([16, 32, 48]),
-    st.tuples(st.integers(4, 11), st.integers(4, 11)),
-    st.tuples(st.integers(0, 2), st.integers(0, 2)),
-)
+@given(st.integers(1, 3), st.sampled_from([16, 32, 48]), SIZES, PADDINGS)
 def test_tiles_are_the_matrix_times_each_window_times_the_matrix(maps, channels, size, padding):
     torch.manual_seed(0)
     outputs = (size[0] + 2 * padding[0] - 2, size[1] + 2 * padding[1] - 2)
@@ -60,12 +48,7 @@ def test_tiles_are_the_matrix_times_each_window_times_the_matrix(maps, channels,
 
 
 @settings(deadline=None, max_examples=15)
-@given(
-    st.integers(1, 3),
-    st.sampled_from([16, 32, 48]),
-    st.tuples(st.integers(4, 11), st.integers(4, 11)),
-    st.tuples(st.integers(0, 2), st.integers(0, 2)),
-)
+@given(st.integers(1, 3), st.sampled_from([16, 32, 48]), SIZES, PADDINGS)
 def test_to_gather_is_the_transpose_of_to_spread(maps, channels, size, padding):
     """<S x, t> = <x, S' t>, and nothing that was in the room before is left in it."""
     torch.manual_seed(0)
@@ -136,6 +119,11 @@ def test_chunks_cover_all_maps_and_are_about_alike():
         assert sum(sizes) == n
         assert max(sizes) - min(sizes) < len(sizes) + 1
         assert max(sizes) <= 1 + room // (4 * 36 * 16 * 64)
+
+
+def test_channels_come_in_the_blocks_that_the_loops_have():
+    assert tiles.BLOCK == loops.BLOCK
+    assert (loops._OUTPUTS.shape[1], loops._OUTPUTS.shape[0] ** 2) == (tiles.EDGE, tiles.PLANES)
 
 
 def test_matrices_give_a_convolution():

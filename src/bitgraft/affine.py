@@ -118,10 +118,13 @@ class AtRest:
     channel: tuple[int, ...] = ()
     """How a vector of channels broadcasts against that; none where one k is for all."""
 
+    @property
+    def weight(self) -> Tensor:
+        return self.mask.weight
+
     def suits_loops(self) -> bool:
         """Each k is for one stretch of memory, elements lie in the order of their bits, and the loops take such."""
-        weight = self.mask.weight
-        return _in_rows(self.channel) and weight.is_contiguous() and kernels.takes(weight)
+        return _in_rows(self.channel) and self.weight.is_contiguous() and kernels.takes(self.weight)
 
     def plain(self) -> Tensor:
         """In PyTorch alone."""
@@ -134,9 +137,7 @@ class AtRest:
 
 def from_bits(held: Sequence[AtRest]) -> list[Tensor]:
     """W~ of masks at rest: in one call those that the compiled loops take, if that is worth a call."""
-    fast = [i for i, one in enumerate(held) if one.suits_loops()]
-    if not kernels.worth_a_call([held[i].mask.weight for i in fast]):
-        fast = []
+    fast = _in_one_call(held)
     found = dict(zip(fast, kernels.switch([held[i].mask for i in fast]), strict=True)) if fast else {}
     return [found[i] if i in found else one.plain() for i, one in enumerate(held)]
 
@@ -182,13 +183,17 @@ class Learning:
 def learned(held: Sequence[Learning]) -> list[Tensor]:
     """W~ of masks that learn, with gradients to R and k: in one call those that the compiled loops take."""
     values = [one.values() for one in held]
-    fast = [i for i, one in enumerate(held) if one.suits_loops()]
-    if not kernels.worth_a_call([held[i].weight for i in fast]):
-        fast = []
+    fast = _in_one_call(held)
     found = dict(zip(fast, kernels.forward([held[i].scored(values[i]) for i in fast]), strict=True)) if fast else {}
     return [
         LearnedAffine.apply(one.scores, one.k, one.shift, one, values[i], [found.get(i)]) for i, one in enumerate(held)
     ]
+
+
+def _in_one_call(held: Sequence[AtRest | Learning]) -> list[int]:
+    """Which of them the compiled loops take; none where that is not worth a call."""
+    fast = [i for i, one in enumerate(held) if one.suits_loops()]
+    return fast if kernels.worth_a_call([held[i].weight for i in fast]) else []
 
 
 class LearnedAffine(torch.autograd.Function):

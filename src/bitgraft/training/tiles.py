@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from bitgraft import kernels
-
-Pair = tuple[int, int]
+from bitgraft.training.products import Pair
 
 EDGE = 4  # outputs of a tile in each direction
 PLANES = 36  # products of a tile
-BLOCK = 16  # channels come in multiples of it
+BLOCK = 16  # channels come in multiples of it; as in `native_tiles`, which whoever only asks need not compile
 ROOM = 1 << 22  # bytes of tiles at a time, of a kind
 FEW, NARROW, LARGE = 32, 32, 1 << 16
 """Tiles, and channels, below which it does not pay, and kernels in inputs times outputs above which it does not: they
