@@ -44,6 +44,8 @@ def main() -> int:
     chosen = [name for name in given.rows.split(",") if name]
     if stray := [name for name in chosen if name not in known]:
         parser.error(f"there are no rows {stray[0]!r}; known are {', '.join(known)}")
+    if not given.json.parent.is_dir():
+        parser.error(f"there is no folder {str(given.json.parent)!r} to write {given.json.name} to: make it first")
     torch.set_num_threads(THREADS)
     rows, tables = _measure(chosen, given.rounds)
     _write(given.json, rows, tables)
