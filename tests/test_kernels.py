@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bitgraft import kernels
-from bitgraft.affine import AtRest, MaskRule, affine, from_bits
+from bitgraft.affine import AtRest, MaskRule, affine, from_bits, one_by_one
 from bitgraft.kernels import Packed, Scored
 from bitgraft.masks import pack
 from bitgraft.methods.masked import MaskOptions
@@ -134,6 +134,17 @@ def test_bits_that_lie_anywhere_in_memory_are_read_alike():
         assert torch.equal(kernels.switch([Packed(weight, moved, k[:, 0])])[0], affine(weight, scores >= 0, k[:, 0]))
 
 
+@pytest.mark.usefixtures("threads")
+def test_a_prepared_switch_can_be_called_again_in_memory_that_others_have_used():
+    weight, scores, _, k = draw(3, 3, 40_000, False)
+    prepared = kernels.Switch(Packed(weight, pack(scores >= 0), k, torch.empty_like(weight)))
+    expected = affine(weight, scores >= 0, k.view(4, 3, 1))
+    for _ in range(2):
+        room = prepared()
+        assert torch.equal(room, expected)
+        room.fill_(float("nan"))
+
+
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 70), st.booleans(), st.booleans()), min_size=1, max_size=6))
 def test_many_weights_in_one_call_are_as_one_by_one(sizes):
@@ -147,9 +158,9 @@ def test_many_weights_in_one_call_are_as_one_by_one(sizes):
         rooms.append(torch.empty_like(weight) if seed % 2 else None)
         mask = Packed(weight, pack(scores.reshape(rows, length) >= 0), k, rooms[-1])
         held.append(AtRest(mask, weight.shape, channel))
-    for one, room, found in zip(held, rooms, from_bits(held), strict=True):
+    for one, room, call, found in zip(held, rooms, one_by_one(held), from_bits(held), strict=True):
         assert torch.equal(found, one.plain())
-        assert torch.equal(found, from_bits([one])[0])
+        assert torch.equal(found, call())
         assert room is None or not one.mask.weight.is_contiguous() or found.data_ptr() == room.data_ptr()
 
 

@@ -24,8 +24,8 @@ FAMILIES = {
 def passes(monkeypatch):
     """How often several tasks ran in one pass."""
     seen = []
-    whole = Mixture.__call__
-    monkeypatch.setattr(Mixture, "__call__", lambda *args, **kwargs: seen.append(1) or whole(*args, **kwargs))
+    whole = Mixture._pass
+    monkeypatch.setattr(Mixture, "_pass", lambda *args, **kwargs: seen.append(1) or whole(*args, **kwargs))
     return seen
 
 
@@ -96,11 +96,13 @@ def test_a_norm_layer_that_does_not_follow_its_convolution(twice, skips, passes,
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
-def test_tasks_at_rest_take_turns_in_one_layers_memory(passes, monkeypatch):
+@pytest.mark.parametrize("large", [False, True])
+def test_tasks_at_rest_take_turns_in_one_layers_memory(large, passes, monkeypatch):
     """Loaded tasks' bits become weights in memory that the next task's overwrite, by the compiled loops."""
+    monkeypatch.setattr(mixture, "LARGE", 0 if large else mixture.LARGE)
     rooms = []
-    switch = kernels.switch
-    monkeypatch.setattr(kernels, "switch", lambda masks: rooms.extend(mask.room for mask in masks) or switch(masks))
+    switch = kernels.Switch
+    monkeypatch.setattr(kernels, "Switch", lambda mask: rooms.append(mask.room) or switch(mask))
     torch.manual_seed(0)
     x = batch(8, 3, 32, 32)
     net = taught(timm.create_model("resnet18", num_classes=6).eval(), x, ("full", "simple", "piggyback-bn"))
@@ -109,7 +111,7 @@ def test_tasks_at_rest_take_turns_in_one_layers_memory(passes, monkeypatch):
         task.freeze().eval()
     with torch.inference_mode():
         found = net(x, task=NAMES)
-    assert passes
+    assert len(passes) == (len(set(NAMES)) if large else 1)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
     assert len({room.untyped_storage().data_ptr() for room in rooms}) == 1
 
@@ -183,6 +185,27 @@ def test_a_backbone_that_does_not_keep_images_first_runs_its_tasks_one_by_one(le
     with torch.no_grad():
         found = net(x, task=NAMES)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, one_by_one(net, x), strict=True))
+
+
+class ReadElsewhere(nn.Module):
+    """Uses a layer's weight without running the layer, as torch's own attention does with its last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(5, 5), nn.Linear(5, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(x @ self.inner.weight)
+        return scores
+
+
+def test_a_layer_whose_weight_another_reads_makes_its_tasks_run_one_by_one():
+    x = torch.randn(8, 5)
+    net = taught(ReadElsewhere().eval(), x, ("full", "simple", "finetune"), example=x)
+    with torch.no_grad():
+        found = net(x, task=NAMES)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, one_by_one(net, x), strict=True))
+    assert "inner.weight" in net.tasks["a"].transforms
 
 
 @pytest.mark.parametrize("why", ["it learns", "it trains", "there is room", "it has a module of its own"])

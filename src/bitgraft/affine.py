@@ -1,7 +1,7 @@
 """The paper's equation (2) as pure functions: W~ from W, a mask and four k, and the way back to R and k."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +140,12 @@ def from_bits(held: Sequence[AtRest]) -> list[Tensor]:
     fast = _in_one_call(held)
     found = dict(zip(fast, kernels.switch([held[i].mask for i in fast]), strict=True)) if fast else {}
     return [found[i] if i in found else one.plain() for i, one in enumerate(held)]
+
+
+def one_by_one(held: Sequence[AtRest]) -> list[Callable[[], Tensor]]:
+    """`from_bits` as a call for each, with all prepared that can be."""
+    fast = set(_in_one_call(held))
+    return [kernels.Switch(one.mask) if i in fast else one.plain for i, one in enumerate(held)]
 
 
 @dataclass(frozen=True, slots=True)

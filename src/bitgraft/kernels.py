@@ -59,14 +59,32 @@ class Packed:
 
 def switch(masks: Sequence[Packed]) -> list[Tensor]:
     """W~ of some weights from packed bits, all in one call: what a call costs is paid once."""
-    rooms = [torch.empty_like(m.weight, requires_grad=False) if m.room is None else m.room for m in masks]
-    held = [_held(mask.k) for mask in masks]
-    parts = []
-    for mask, k, out in zip(masks, held, rooms, strict=True):
-        begins = (mask.bits.data_ptr(), 0, mask.weight.data_ptr(), out.data_ptr(), 0, k.data_ptr(), 0, 0, 0, 0, 0)
-        parts.append((_places("switch", (mask.weight.numel(), 1, 1), k.numel() // 4), begins))
-    _run("switch", parts)
+    rooms, held = [_switched(mask) for mask in masks], [_held(mask.k) for mask in masks]
+    _run("switch", [_bits(*one) for one in zip(masks, held, rooms, strict=True)])
     return rooms
+
+
+class Switch:
+    """`switch` of one weight, as a call: what can be found out beforehand has been, all but the arithmetic."""
+
+    def __init__(self, mask: Packed) -> None:
+        self._room, self._held = _switched(mask), (mask, _held(mask.k))
+        self._job, count = _job([_bits(*self._held, self._room)])
+        self._call = prepared(native().switch, self._job, count)
+
+    def __call__(self) -> Tensor:
+        self._job[0] = 0  # as often as it is called
+        self._call()
+        return self._room
+
+
+def _switched(mask: Packed) -> Tensor:
+    return torch.empty_like(mask.weight, requires_grad=False) if mask.room is None else mask.room
+
+
+def _bits(mask: Packed, k: Tensor, out: Tensor) -> "Part":
+    begins = (mask.bits.data_ptr(), 0, mask.weight.data_ptr(), out.data_ptr(), 0, k.data_ptr(), 0, 0, 0, 0, 0)
+    return _places("switch", (mask.weight.numel(), 1, 1), k.numel() // 4), begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +199,11 @@ Part = tuple[NDArray[np.int64], tuple[int, ...]]
 
 def _run(name: str, parts: Sequence[Part]) -> None:
     """Do all pieces of all weights."""
+    together(getattr(native(), name), *_job(parts))
+
+
+def _job(parts: Sequence[Part]) -> tuple[NDArray[np.int64], int]:
+    """All pieces of all weights as the loops read them, and how many there are."""
     compiled = native()
     count = sum(len(fields) for fields, _ in parts)
     job = np.empty(compiled.HEADER + count * compiled.FIELDS, np.int64)
@@ -191,21 +214,29 @@ def _run(name: str, parts: Sequence[Part]) -> None:
         end = begin + len(fields)
         np.add(fields, begins, out=pieces[begin:end])
         begin = end
-    together(getattr(compiled, name), job, count)
+    return job, count
 
 
 def together(function: Any, job: NDArray[np.int64], pieces: int) -> None:
     """Do a job of so many pieces by a compiled function, in as many threads as PyTorch uses."""
+    prepared(function, job, pieces)()
+
+
+def prepared(function: Any, job: NDArray[np.int64], pieces: int) -> Callable[[], None]:
+    """`together` as a call. Whoever makes it keeps the job until then."""
     address, threads = job.ctypes.data, 1 if _forked else min(torch.get_num_threads(), pieces)
     if threads == 1:
-        function.ctypes(address)
-    elif (team := _team()) is not None:
-        team(function.address, address, threads, 0)
-    else:
-        others = [_threads().submit(function.ctypes, address) for _ in range(threads - 1)]
-        function.ctypes(address)
-        for other in others:
-            other.result()
+        return functools.partial(function.ctypes, address)
+    if (team := _team()) is not None:
+        return functools.partial(team, function.address, address, threads, 0)
+    return functools.partial(_in_threads, function.ctypes, address, threads)
+
+
+def _in_threads(function: Callable[[int], None], address: int, threads: int) -> None:
+    others = [_threads().submit(function, address) for _ in range(threads - 1)]
+    function(address)
+    for other in others:
+        other.result()
 
 
 @functools.cache

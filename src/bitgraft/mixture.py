@@ -6,10 +6,9 @@ network, of its largest layer and of the tasks' bits.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
-from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +20,7 @@ from bitgraft.anatomy import Anatomy
 from bitgraft.graft import held, slots
 from bitgraft.task import Task
 from bitgraft.tracing import logits, private_copy
+from bitgraft.transforms import one_by_one
 
 LARGE = 3 * 96 * 96
 """Elements of an image from which on its task's own images are all that the processor's cache has room for: tasks then
@@ -38,17 +38,25 @@ class Part:
         self.revision, self.transforms = task.revision, task.transforms
         self.owned = {name: held(task.anatomy.tensor(name), tensor) for name, tensor in task.owned.items()}
         tails = ((name, transform.tail) for name, transform in self.transforms.items())
-        self._tails = {name: tail for name, tail in tails if tail is not None}
+        self.tails = {name: tail for name, tail in tails if tail is not None}
 
-    def replaces(self, name: str) -> bool:
-        return name in self.transforms or name in self.owned
 
-    def tensor(self, name: str, model: Tensor, room: Tensor) -> Tensor:
-        transform = self.transforms.get(name)
-        if transform is not None:
-            return held(model, transform.at_rest(model.detach(), room))
-        owned = self.owned.get(name, model)
-        return owned if owned.dtype == model.dtype else held(model, owned.to(model.dtype))
+class Turn:
+    """One task's part in a batch. What can be prepared is before the first layer runs: between layers that is slow,
+    since they leave nothing else in the processor's cache."""
+
+    def __init__(
+        self, part: Part, rows: Sequence[int], base: Mapping[str, Tensor], rooms: Mapping[str, Tensor]
+    ) -> None:
+        self.rows, self._base, self._rooms, self._tails = rows, base, rooms, part.tails
+        self.owned = {name: _rounded(base[name], tensor) for name, tensor in part.owned.items()}
+        self.weights = one_by_one(part.transforms, {name: base[name].detach() for name in part.transforms}, rooms)
+
+    def tensor(self, name: str) -> Tensor:
+        if name not in self.weights:
+            return self.owned.get(name, self._base[name])
+        found = self.weights[name]()
+        return found if found is self._rooms[name] else held(self._base[name], found)
 
     def tail(self, names: Sequence[str]) -> nn.Module | None:
         return next((self._tails[name] for name in names if name in self._tails), None) if self._tails else None
@@ -62,9 +70,9 @@ class Mixture:
         self._lock = threading.Lock()  # it is one module tree
         self._uneven = False
         self._known: WeakKeyDictionary[Task, Part] = WeakKeyDictionary()
-        self._parts: list[Part] = []
-        self._images: list[int] = []
-        self._base: dict[str, Tensor] = {}
+        self._turns: list[Turn] = []
+        self._replaced: AbstractSet[str] = frozenset()
+        self._ran: set[str] = set()
         self._widths: list[int | None] = []
         with torch.inference_mode(False):
             self._module = private_copy(anatomy.backbone).eval()
@@ -81,10 +89,8 @@ class Mixture:
             self._module.get_submodule(path).forward = partial(self._run, path)
         self._next = _norms_behind(anatomy, self._layers)
         self._normed: dict[str, Tensor] = {}  # what norm layers will be given, which has been through them
-        self._spots = {path: _side_by_side(anatomy, self._names[path]) for path in self._layers}
         with torch.inference_mode(False):
-            ends = [spot.stop for spots in self._spots.values() for spot in spots.values()]
-            self._room = torch.empty(max(ends, default=0))
+            self._rooms = _shared_rooms(anatomy, [self._names[path] for path in self._layers])
 
     def scores(
         self, images: Tensor, tasks: Sequence[tuple[Task, Sequence[int]]], *args: Any, **kwargs: Any
@@ -93,10 +99,12 @@ class Mixture:
         if self._uneven or not self._takes([task for task, _ in tasks]) or not self._lock.acquire(blocking=False):
             return None
         try:
+            base = self.anatomy.tensors()
+            rooms = {name: held(base[name], room) for name, room in self._rooms.items()}
+            turns = (Turn(self._part(task), rows, base, rooms) for task, rows in tasks)
             if images[0].numel() > LARGE:
-                return [self(images[list(rows)], [(task, len(rows))], *args, **kwargs)[0] for task, rows in tasks]
-            ordered = images[[row for _, rows in tasks for row in rows]]
-            return self(ordered, [(task, len(rows)) for task, rows in tasks], *args, **kwargs)
+                return [self._pass(base, images, [turn], *args, **kwargs)[0] for turn in turns]
+            return self._pass(base, images, list(turns), *args, **kwargs)
         except UnevenError:
             self._uneven = True
             return None
@@ -115,19 +123,22 @@ class Mixture:
             for task in tasks
         )
 
-    def __call__(self, images: Tensor, tasks: Sequence[tuple[Task, int]], *args: Any, **kwargs: Any) -> list[Tensor]:
-        """Scores of each task's images, which stand one task after another in the batch."""
-        self._parts, self._images = [self._part(task) for task, _ in tasks], [count for _, count in tasks]
-        self._base = self.anatomy.tensors()
-        self._widths = [None] * len(tasks)
-        self._install(self._base)
+    def _pass(
+        self, base: Mapping[str, Tensor], images: Tensor, turns: list[Turn], *args: Any, **kwargs: Any
+    ) -> list[Tensor]:
+        """Scores of each task's images, which go through the backbone one task's after another's."""
+        self._turns, self._widths, self._ran = turns, [None] * len(turns), set()
+        self._replaced = {name for turn in turns for names in (turn.owned, turn.weights) for name in names}
+        self._install({**base, **turns[0].owned} if len(turns) == 1 else base)
         try:
-            scores = logits(self._module(images, *args, **kwargs))
+            ordered = images[[row for turn in turns for row in turn.rows]]
+            scores = logits(self._module(ordered, *args, **kwargs))
         finally:
-            self._parts, self._base, left, self._normed = [], {}, self._normed, {}
-        if left:
+            self._turns, left, self._normed = [], self._normed, {}
+            self._install(base)
+        if left or any(self._is_replaced(path) for path in self._layers - self._ran):  # someone else read its tensors
             raise UnevenError
-        wide = torch.split(scores, self._images)
+        wide = torch.split(scores, [len(turn.rows) for turn in turns])
         return [part[:, :width] for part, width in zip(wide, self._widths, strict=True)]
 
     def _part(self, task: Task) -> Part:
@@ -139,16 +150,16 @@ class Mixture:
     def _run(self, path: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self._normed and self._is_normed(path, x):
             return x
-        total, stages = sum(self._images), self._stages(path)
+        stages, sizes = self._stages(path), [len(turn.rows) for turn in self._turns]
+        self._ran.update(stages)
         if not stages:
             return self._forwards[path](x, *args, **kwargs)
+        total = sum(sizes)
         if args or kwargs or len(x) != total or (x.dim() == 3 and x.shape[1] == total):  # which of the two are images?
             raise UnevenError
         outputs = [
-            self._through(stages, part, images)
-            for part, images in zip(self._parts, torch.split(x, self._images), strict=True)
+            self._through(stages, turn, images) for turn, images in zip(self._turns, torch.split(x, sizes), strict=True)
         ]
-        self._install({name: self._base[name] for stage in stages for name in self._names[stage]})
         if path != self.anatomy.head:
             output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
             if len(stages) > 1:
@@ -177,27 +188,39 @@ class Mixture:
         return [path] if behind is None or not self._is_replaced(behind) else [path, behind]
 
     def _is_replaced(self, path: str) -> bool:
-        return any(part.replaces(name) for part in self._parts for name in self._names[path])
+        return not self._replaced.isdisjoint(self._names[path])
 
-    def _through(self, stages: Sequence[str], part: Part, images: Tensor) -> Tensor:
+    def _through(self, stages: Sequence[str], turn: Turn, images: Tensor) -> Tensor:
+        alone = len(self._turns) == 1  # then all is in its place but weights that are to be computed
         for stage in stages:
-            names, spots = self._names[stage], self._spots[stage]
-            self._install({name: part.tensor(name, self._base[name], self._room[spots[name]]) for name in names})
-            images, tail = self._forwards[stage](images), part.tail(names)
+            names = self._names[stage]
+            self._install({name: turn.tensor(name) for name in names if name in turn.weights or not alone})
+            images, tail = self._forwards[stage](images), turn.tail(names)
             images = images if tail is None else tail(images)
         return images
 
-    def _install(self, tensors: dict[str, Tensor]) -> None:
+    def _install(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             for holder, key in self._slots[name]:
                 holder[key] = tensor
 
 
-def _side_by_side(anatomy: Anatomy, names: Sequence[str]) -> dict[str, slice]:
-    """A stretch of one memory for each of a layer's tensors, none for those that no mask takes."""
-    sizes = [anatomy.weights[name].shape.numel() if name in anatomy.weights else 0 for name in names]
-    ends = list(accumulate(sizes))
-    return {name: slice(end - size, end) for name, size, end in zip(names, sizes, ends, strict=True)}
+def _shared_rooms(anatomy: Anatomy, layers: Sequence[Sequence[str]]) -> dict[str, Tensor]:
+    """Memory for each weight that a mask can take: side by side for those of one layer, the same for all layers."""
+    spots: dict[str, slice] = {}
+    for names in layers:
+        end = 0
+        for name in names:
+            if name in anatomy.weights:
+                begin, end = end, end + anatomy.weights[name].shape.numel()
+                spots[name] = slice(begin, end)
+    memory = torch.empty(max((spot.stop for spot in spots.values()), default=0))
+    return {name: memory[spot].view(anatomy.weights[name].shape) for name, spot in spots.items()}
+
+
+def _rounded(model: Tensor, owned: Tensor) -> Tensor:
+    """In the backbone's dtype."""
+    return owned if owned.dtype == model.dtype else held(model, owned.to(model.dtype))
 
 
 def _norms_behind(anatomy: Anatomy, layers: AbstractSet[str]) -> dict[str, str]:

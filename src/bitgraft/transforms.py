@@ -1,12 +1,14 @@
 """Weight transforms: small modules that hold the parameters of an equation."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from bitgraft import affine
 from bitgraft.affine import AtRest, Coordinates, Learning, from_bits, learned, mean_size
 from bitgraft.affine import MaskRule as MaskRule
 from bitgraft.affine import strided_like as strided_like
@@ -79,10 +81,6 @@ class Transform(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         raise NotImplementedError
-
-    def at_rest(self, weight: Tensor, room: Tensor) -> Tensor:
-        """W~ without gradients, in `room` if that is of use: memory for as many elements, at hand and warm."""
-        return self(weight)  # type: ignore[no-any-return]
 
     def role(self, parameter: str) -> str:
         """What a parameter of this name is to an optimiser: "scores", "k", "shift" (k1) or "weights"."""
@@ -173,13 +171,9 @@ class Masked(Transform):
         ours = (self.k, self.shift, self.constants)
         return Learning(scores, *ours, view, self.rule, self._coordinates(), channel, innermost)
 
-    def at_rest(self, weight: Tensor, room: Tensor) -> Tensor:
-        return self(weight) if self.scores is not None else from_bits([self.held(weight, room)])[0]
-
     def held(self, weight: Tensor, room: Tensor | None = None) -> AtRest:
-        """Frozen, with its weight: so that W~ of many can be computed in one call."""
+        """Frozen, with its weight: so that W~ of many can be computed in one call, in `room` if that is of use."""
         assert self.packed is not None
-        room = None if room is None else room.view(weight.shape)
         return AtRest(Packed(weight, self.packed, self.constants, room), *self._broadcast(weight))
 
     def _broadcast(self, weight: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
@@ -273,6 +267,16 @@ def transformed(transforms: Mapping[str, Transform], weights: Mapping[str, Tenso
         name: _shaped(found[name], weights[name].shape) if name in found else transform(weights[name])
         for name, transform in transforms.items()
     }
+
+
+def one_by_one(
+    transforms: Mapping[str, Transform], weights: Mapping[str, Tensor], rooms: Mapping[str, Tensor]
+) -> dict[str, Callable[[], Tensor]]:
+    """W~ of each weight at rest as a call, which leaves it in the weight's room if that is of use."""
+    masks = {name: mask for name, mask in transforms.items() if isinstance(mask, Masked) and mask.scores is None}
+    held = [mask.held(weights[name], rooms[name]) for name, mask in masks.items()]
+    found = dict(zip(masks, affine.one_by_one(held), strict=True))
+    return {name: found.get(name, partial(transform, weights[name])) for name, transform in transforms.items()}
 
 
 def _shaped(tensor: Tensor, shape: torch.Size) -> Tensor:
