@@ -1,6 +1,7 @@
 """The service over HTTP, as a client finds it: answers, refusals, keys, pages."""
 
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -143,6 +144,22 @@ def test_bad_forms_get_a_sentence(service: Served):
     one_bad = [("image", ("a.png", data, "image/png")) for data in (picture(), b"hello")]
     refused = service.http.post("/v1/predict/birds", files=one_bad)
     assert (refused.status_code, "image 2" in refused.text) == (415, True)
+
+
+def test_who_is_still_sending_reads_why_it_is_refused(service: Served):
+    """What is wrong is plain from the header; closing the line at once would throw the answer away with the rest."""
+    for kind, sentence in [
+        ("multipart/form-data", b"cannot be read"),
+        ("application/x-www-form-urlencoded", b"--data"),
+    ]:
+        head = f"POST /v1/predict/birds HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: 300\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", service.port), 60) as line:
+            line.sendall(head.encode())
+            for _ in range(3):
+                time.sleep(0.1)
+                line.sendall(bytes(100))
+            said = b"".join(iter(lambda: line.recv(1000), b""))
+        assert sentence in said
 
 
 def test_an_endless_upload_is_cut_off_while_it_is_read(service: Served):

@@ -175,7 +175,8 @@ class Engine:
 
     def note(self) -> None:
         """Bring the numbers that say how things are up to date."""
-        self.metrics.waiting.set(self._scheduler.waiting + self._decoding)
+        self.metrics.decoding.set(self._decoding)
+        self.metrics.waiting.set(self._scheduler.waiting)
         self.metrics.resident.set(len(self.library.net.resident))
         self.metrics.tasks.set(len(self.library.tasks))
         self.metrics.broken.set(len(self.library.errors))

@@ -45,6 +45,7 @@ class Metrics:
         self.batch = Histogram("bitgraft_batch_images", "Images in a batch", registry=own, buckets=SIZES)
         self.computing = Counter("bitgraft_compute_seconds", "Time in the network", ["task"], registry=own)
         self.switches = Counter("bitgraft_switches", "Times that a task's weights were computed", registry=own)
+        self.decoding = gauge("bitgraft_decoding_images", "Images being decoded, or waiting for that")
         self.waiting = gauge("bitgraft_waiting_images", "Images in queues")
         self.resident = gauge("bitgraft_resident_tasks", "Tasks whose weights are computed")
         self.tasks = Gauge("bitgraft_tasks", "Tasks served", registry=own, multiprocess_mode="livemax")

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from starlette.datastructures import UploadFile
@@ -43,6 +43,18 @@ class Intake:
             self._held -= held[0]
 
     async def _read(self, request: Request, held: list[int]) -> Upload:
+        stream = self._stream(request, held)
+        try:
+            return await self._understood(request, stream)
+        except ClientDisconnect as problem:
+            raise Refusal(400, "the connection ended before the image was there") from problem
+        except Refusal as problem:
+            if problem.status in (400, 415):  # within the limits: who is still sending when the line is closed
+                with suppress(Refusal, ClientDisconnect):  # never reads why
+                    _ = [None async for _ in stream]
+            raise
+
+    async def _understood(self, request: Request, stream: AsyncGenerator[bytes, None]) -> Upload:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind == "application/x-www-form-urlencoded":  # what curl --data sends, where --data-binary was meant
             raise Refusal(
@@ -50,13 +62,9 @@ class Intake:
                 "send the image as the body (curl --data-binary @FILE -H 'Content-Type: image/jpeg') "
                 "or as a file of a form (curl -F image=@FILE)",
             )
-        stream = self._stream(request, held)
-        try:
-            if kind == "multipart/form-data":
-                return await self._form(request, stream)
-            data = b"".join([chunk async for chunk in stream])
-        except ClientDisconnect as problem:
-            raise Refusal(400, "the connection ended before the image was there") from problem
+        if kind == "multipart/form-data":
+            return await self._form(request, stream)
+        data = b"".join([chunk async for chunk in stream])
         if not data:
             raise Refusal(400, "there is no image: send one as the body, or as a file of a form")
         return Upload([data])
