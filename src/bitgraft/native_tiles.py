@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 
 from bitgraft.native import _kept, _next, _pointer
 
-FIELDS = 13  # integers of a job: the counter, maps, shares of their channels, and the rest as `_spread` has it
+FIELDS = 14  # integers of a job: the counter, maps, shares of their channels, and the rest as `_spread` has it
 BLOCK = 16  # channels that are dealt with at a time
 FOLD = {"reassoc", "nsz", "nnan", "ninf", "contract"}  # what it takes to leave out a product with 0
 
@@ -108,12 +108,12 @@ def _on_both_sides(matrix, work, half):  # type: ignore[no-untyped-def]
 @njit(inline="always")
 def _spread(job, matrix):  # type: ignore[no-untyped-def]
     side, window = matrix.shape
-    _, maps, shares, map_, tiles, height, width, channels, down, across, step, above, before = carray(
+    _, maps, shares, map_, tiles, plane, height, width, channels, down, across, step, above, before = carray(
         _pointer(job), (FIELDS,), np.int64
     )
     half = side * side * BLOCK  # a window is no larger
     work = np.empty(2 * half, np.float32)
-    here, plane, share = work.ctypes.data, 4 * maps * down * across * channels, channels // shares
+    here, share = work.ctypes.data, channels // shares
     while True:
         piece = _next(job)
         if piece >= maps * shares:
@@ -140,12 +140,12 @@ def _spread(job, matrix):  # type: ignore[no-untyped-def]
 @njit(inline="always")
 def _gather(job, matrix):  # type: ignore[no-untyped-def]
     window, side = matrix.shape
-    _, maps, shares, map_, tiles, height, width, channels, down, across, step, above, before = carray(
+    _, maps, shares, map_, tiles, plane, height, width, channels, down, across, step, above, before = carray(
         _pointer(job), (FIELDS,), np.int64
     )
     half = side * side * BLOCK  # a window is no larger
     work = np.empty(2 * half, np.float32)
-    here, plane, share = work.ctypes.data, 4 * maps * down * across * channels, channels // shares
+    here, share = work.ctypes.data, channels // shares
     while True:
         piece = _next(job)
         if piece >= maps * shares:

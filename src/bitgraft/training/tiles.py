@@ -73,7 +73,9 @@ def _chunks(x: Tensor, out: Tensor) -> Iterator[slice]:
 
 
 def _spread(kind: str, map: Tensor, size: Pair = (1, 1), padding: Pair = (0, 0)) -> Tensor:
-    tiles = map.new_empty(PLANES, len(map) * _count(size), map.shape[1])
+    rows, channels = len(map) * _count(size), map.shape[1]
+    apart = rows * channels + BLOCK  # a power of two would send all planes to the same few lines of the cache
+    tiles = map.new_empty(PLANES * apart).as_strided((PLANES, rows, channels), (apart, channels, 1))
     _run(f"spread_{kind}", map, tiles, size, padding)
     return tiles
 
@@ -86,7 +88,7 @@ def _gather(kind: str, tiles: Tensor, map: Tensor, size: Pair = (1, 1), padding:
 def _run(name: str, map: Tensor, tiles: Tensor, size: Pair, padding: Pair) -> None:
     maps, channels, height, width = map.shape
     shares = max(n for n in (1, 2, 4, 8) if n == 1 or (maps * n < 2 * SHARES and channels % (n * BLOCK) == 0))
-    where = map.data_ptr(), tiles.data_ptr(), height, width, channels
+    where = map.data_ptr(), tiles.data_ptr(), 4 * tiles.stride(0), height, width, channels
     job = np.array([0, maps, shares, *where, *_grid(size), EDGE, *padding], np.int64)
     kernels.together(getattr(_loops(), name), job, maps * shares)
 
