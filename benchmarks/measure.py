@@ -124,7 +124,8 @@ def anew(sides: Callable[[], Sequence["Side"]], rounds: int, at_a_time: int) -> 
 class Side:
     """One side in a process of its own, so that neither has the other's memory to deal with."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, times: int = 1) -> None:
+        self.times = times
         self.process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.side", *words],
             stdin=subprocess.PIPE,
@@ -144,7 +145,8 @@ class Side:
         return float(json.loads(answer))
 
     def __call__(self) -> float:
-        return self.ask("go")
+        """One turn: seconds of a run, the mean of so many in a row."""
+        return sum(self.ask("go") for _ in range(self.times)) / self.times
 
     def peak(self) -> float:
         """Bytes of memory at most, since the process began."""
