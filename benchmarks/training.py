@@ -12,7 +12,7 @@ AGAINST = {"piggyback": "Piggyback written the obvious way", "lora": "PEFT's LoR
 
 def steps(network: str, limit: float, rounds: int) -> Iterator[Row]:
     others = ["finetune", *AGAINST] if network == "resnet50" else ["finetune"]
-    names = ["finetune", "full", *others[:0:-1]]  # those that come nearest run next to each other
+    names = ["finetune", "full", *reversed(others[1:])]  # those that come nearest run next to each other
 
     def sides() -> list[Side]:
         return [Side(name, network, "32", "64", times=IN_A_ROW) for name in names]

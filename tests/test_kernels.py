@@ -160,6 +160,7 @@ def test_many_weights_in_one_call_are_as_one_by_one(sizes):
         held.append(AtRest(mask, weight.shape, channel))
     for one, room, call, found in zip(held, rooms, one_by_one(held), from_bits(held), strict=True):
         assert torch.equal(found, one.plain())
+        assert torch.equal(found, from_bits([one])[0])
         assert torch.equal(found, call())
         assert room is None or not one.mask.weight.is_contiguous() or found.data_ptr() == room.data_ptr()
 

@@ -49,9 +49,10 @@ class Intake:
         except ClientDisconnect as problem:
             raise Refusal(400, "the connection ended before the image was there") from problem
         except Refusal as problem:
-            if problem.status in (400, 415):  # within the limits: who is still sending when the line is closed
-                with suppress(Refusal, ClientDisconnect):  # never reads why
-                    _ = [None async for _ in stream]
+            if problem.status in (400, 415):  # who is still sending when the line is closed never reads why
+                with suppress(Refusal, ClientDisconnect):
+                    async for _ in stream:
+                        pass
             raise
 
     async def _understood(self, request: Request, stream: AsyncGenerator[bytes, None]) -> Upload:
