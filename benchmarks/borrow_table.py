@@ -22,17 +22,17 @@ import torch
 
 from benchmarks.gathering import add, conclude, ensure, so_far, spread, suite_at
 from bitgraft import Network
-from bitgraft.bench.record import store_folder
-from bitgraft.bench.suite import Cell, Suite
 from bitgraft.data.chance import draws
 from bitgraft.data.dataset import ImageDataset
 from bitgraft.data.images import Images, Splits
 from bitgraft.data.splits import open_data
-from bitgraft.session import preprocessing_for, training_images
+from bitgraft.paper.bench.record import store_folder
+from bitgraft.paper.bench.suite import Cell, Suite
 from bitgraft.store import Store
 from bitgraft.training.config import Config
 from bitgraft.training.evaluation import score
 from bitgraft.training.loop import fit
+from bitgraft.workflows.train_task import preprocessing_for, training_images
 
 EARLIER, DOMAINS, SHOTS, SEEDS, STEPS = ("vgg-flowers", "gtsrb"), ("dtd",), (1, 5, 20), (0, 1, 2), 100
 RESULTS, PAGE = Path("benchmarks/results/borrow.json"), Path("docs/results/borrow.md")

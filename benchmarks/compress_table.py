@@ -23,12 +23,12 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.gathering import add, conclude, ensure, so_far, spread, suite_at
-from bitgraft.bench.record import record_path, store_folder
-from bitgraft.bench.suite import Cell, Suite
-from bitgraft.bench.worker import backbone_of
-from bitgraft.compressing import Job, run
 from bitgraft.compression.distil import CALIBRATION
+from bitgraft.paper.bench.record import record_path, store_folder
+from bitgraft.paper.bench.suite import Cell, Suite
+from bitgraft.paper.bench.worker import backbone_of
 from bitgraft.store import Backbone
+from bitgraft.workflows.compress_task import Job, run
 
 DOMAINS, SEEDS = ("vgg-flowers", "omniglot"), (0,)  # gtsrb and dtd had a say in how errors are balanced
 RESULTS, PAGE = Path("benchmarks/results/compress.json"), Path("docs/results/compress.md")

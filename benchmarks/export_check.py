@@ -19,7 +19,7 @@ from torch import nn
 from bitgraft import Network
 from bitgraft.export import onnx_file, plain
 from bitgraft.export.subject import Subject
-from bitgraft.transforms import Masked
+from bitgraft.transforms.masked import Masked
 
 NETWORKS = ("resnet50", "densenet121", "efficientnet_lite0", "convnext_tiny", "vit_small_patch16_224")
 CLASSES, BATCH = 10, 2

@@ -13,11 +13,11 @@ import torch
 
 from benchmarks.__main__ import machine
 from benchmarks.tables import between_marks
-from bitgraft.bench.reading import load_suite
-from bitgraft.bench.record import finished
-from bitgraft.bench.suite import Cell, Suite
-from bitgraft.bench.worker import run_cell
-from bitgraft.files import write_atomically
+from bitgraft.backbone.files import write_atomically
+from bitgraft.paper.bench.reading import load_suite
+from bitgraft.paper.bench.record import finished
+from bitgraft.paper.bench.suite import Cell, Suite
+from bitgraft.paper.bench.worker import run_cell
 
 
 def suite_at(root: Path, rows: Sequence[str], seeds: Sequence[int], domains: Sequence[str], steps: int | None) -> Suite:

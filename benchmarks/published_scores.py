@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from math import floor
 from pathlib import Path
 
-from bitgraft.report.published import PublishedRow, published_tables
-from bitgraft.scoring import (
+from bitgraft.paper.report.published import PublishedRow, published_tables
+from bitgraft.paper.scores import (
     Labels,
     Score,
     challenge_baselines,
@@ -197,8 +197,8 @@ def _remarks(rows: list[tuple[PublishedRow, PublishedRow, Score, list[Cell]]]) -
         *lines,
         _paragraph(
             "The baseline errors are those of the challenge's own Finetune row to two decimals "
-            "(`src/bitgraft/decathlon.toml`); that row is a little off 2500 here only because Table 4 prints it with "
-            "one decimal."
+            "(`src/bitgraft/paper/decathlon.toml`); that row is a little off 2500 here only because Table 4 prints it "
+            "with one decimal."
         ),
     ]
 

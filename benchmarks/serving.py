@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import bitgraft
 from benchmarks.measure import Row, compare, timed
 from bitgraft.task import Task
-from bitgraft.transforms import Masked, transformed
+from bitgraft.transforms.masked import Masked, transformed
 
 CLASSES, PIXELS = 100, 64
 

@@ -18,7 +18,7 @@ CLASSES, PLAINLY, OTHERS = 10, "-plainly", ("finetune", "piggyback", "lora")
 def build(network: str) -> nn.Module:
     torch.manual_seed(0)
     if network.startswith("wrn"):
-        from bitgraft.backbones import wide_resnet
+        from bitgraft.backbone.models import wide_resnet
 
         return wide_resnet(28, int(network.removeprefix("wrn")), CLASSES)
     return timm.create_model(network, num_classes=CLASSES)
@@ -63,7 +63,7 @@ def ours(model: nn.Module, method: str, images: torch.Tensor, labels: torch.Tens
     """The parts that `bitgraft.fit` puts together, as it does; "METHOD-plainly" leaves all gradients to PyTorch."""
     import bitgraft
     from bitgraft.methods.registry import Phase
-    from bitgraft.training import optimisers
+    from bitgraft.training import optimizers
     from bitgraft.training.config import Config
     from bitgraft.training.learner import Learner, Objective
 
@@ -72,7 +72,7 @@ def ours(model: nn.Module, method: str, images: torch.Tensor, labels: torch.Tens
     learner = net if method.endswith(PLAINLY) else Learner(net, [task])
     task.lay_out(innermost=not method.endswith(PLAINLY))
     objective = Objective([task])
-    optimizers = optimisers.build(task.roles(), Config(), Phase())
+    optimizers = optimizers.build(task.roles(), Config(), Phase())
     task.train()
 
     def step() -> None:
@@ -90,7 +90,7 @@ def memory_of(method: str) -> AbstractContextManager[None]:
     """As `bitgraft.fit` has it, for ours."""
     if method in OTHERS:
         return nullcontext()
-    from bitgraft.training.memory import kept
+    from bitgraft.training.cpu.memory import kept
 
     return kept()
 

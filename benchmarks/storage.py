@@ -14,7 +14,7 @@ from pathlib import Path
 import bitgraft
 from benchmarks.measure import Row, Timed, compare, timed
 from benchmarks.serving import backbone, task_file, trained
-from bitgraft.archive import read_archive
+from bitgraft.format.archive import read_archive
 from bitgraft.store import SUFFIX, Backbone, Store
 
 
@@ -101,7 +101,7 @@ def _evict(path: Path) -> None:
 
 FIRST = """
 import sys, torch
-from bitgraft.archive import read_archive
+from bitgraft.format.archive import read_archive
 from bitgraft.store import Store
 store = Store(sys.argv[1])
 assert len(store.names()) == int(sys.argv[2])

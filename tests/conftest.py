@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from bitgraft import kernels
+from bitgraft.transforms import cpu
 
 torch.set_num_threads(1)  # tests run beside one another; small networks gain nothing from more
 
@@ -12,6 +12,6 @@ def threads(request, monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(1 if request.param == "one thread" else 2)
     if request.param == "python's threads":
-        monkeypatch.setattr(kernels, "_team", lambda: None)
+        monkeypatch.setattr(cpu, "_team", lambda: None)
     yield
     torch.set_num_threads(before)

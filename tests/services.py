@@ -6,9 +6,11 @@ import multiprocessing
 import os
 import re
 import signal
+import struct
 import sys
 import time
 import warnings
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -186,3 +188,14 @@ def until(holds: Any, complaint: str) -> None:
     while not holds():
         assert time.monotonic() < end, complaint
         time.sleep(0.02)
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of so many black pixels, all of them in a few bytes."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    body = zlib.compress(b"\0" * 10_000)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from bitgraft import Network, TaskError, method_names
-from bitgraft.archive import pack_task, to_bytes
 from bitgraft.errors import UnknownTaskError, UnsafeNameError, WrongBackboneError
+from bitgraft.format.archive import pack_task, to_bytes
 from bitgraft.task import Task
 
 

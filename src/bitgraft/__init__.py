@@ -7,11 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bitgraft.anatomy import Anatomy, read_anatomy
-    from bitgraft.archive import Archive, read_archive
-    from bitgraft.backbones import resnet26, wide_resnet
+    from bitgraft.backbone.anatomy import Anatomy, read_anatomy
+    from bitgraft.backbone.models import resnet26, wide_resnet
     from bitgraft.compression.compress import compress
     from bitgraft.errors import ArchiveError, BackboneError, BitgraftError, TaskError
+    from bitgraft.format.archive import Archive, read_archive
     from bitgraft.methods.registry import Method, method_names, register_method
     from bitgraft.network import Network
     from bitgraft.task import Task
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Anatomy": "bitgraft.anatomy",
-    "Archive": "bitgraft.archive",
+    "Anatomy": "bitgraft.backbone.anatomy",
+    "Archive": "bitgraft.format.archive",
     "ArchiveError": "bitgraft.errors",
     "BackboneError": "bitgraft.errors",
     "BitgraftError": "bitgraft.errors",
@@ -34,11 +34,11 @@ _HOMES = {
     "compress": "bitgraft.compression.compress",
     "fit": "bitgraft.training.loop",
     "method_names": "bitgraft.methods.registry",
-    "read_anatomy": "bitgraft.anatomy",
-    "read_archive": "bitgraft.archive",
+    "read_anatomy": "bitgraft.backbone.anatomy",
+    "read_archive": "bitgraft.format.archive",
     "register_method": "bitgraft.methods.registry",
-    "resnet26": "bitgraft.backbones",
-    "wide_resnet": "bitgraft.backbones",
+    "resnet26": "bitgraft.backbone.models",
+    "wide_resnet": "bitgraft.backbone.models",
 }
 
 __all__ = [

@@ -10,16 +10,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bitgraft import archive, heads, leaning, revival
-from bitgraft.anatomy import read_anatomy
+from bitgraft.backbone.anatomy import read_anatomy
+from bitgraft.backbone.tracing import logits
+from bitgraft.backbone.weight_files import write_weights
 from bitgraft.errors import TaskError, UnknownTaskError, WrongBackboneError
-from bitgraft.graft import Graft
-from bitgraft.grafts import Grafts
+from bitgraft.format import archive, dependencies, restore
 from bitgraft.methods import registry
-from bitgraft.mixture import Mixture
+from bitgraft.runtime import heads
+from bitgraft.runtime.mixed_batch import Mixture
+from bitgraft.runtime.module_cache import Grafts
+from bitgraft.runtime.task_module import Graft
 from bitgraft.task import Card, Task, check_name, dotless, dotted
-from bitgraft.tracing import logits
-from bitgraft.weights import write_weights
 
 
 class Network(nn.Module):
@@ -34,7 +35,7 @@ class Network(nn.Module):
         original: the name under which the backbone's own task runs.
         active: how many tasks keep their computed weights at a time; the rest cost what their bits take.
         memory: how many bytes these may take; one task is kept in any case.
-        **reading: what `bitgraft.anatomy.read_anatomy` takes, to override what it finds.
+        **reading: what `bitgraft.backbone.anatomy.read_anatomy` takes, to override what it finds.
     """
 
     def __init__(
@@ -127,8 +128,8 @@ class Network(nn.Module):
         recipe = registry.get(method)
         chosen = recipe.with_options(options)
         rng = torch.Generator().manual_seed(seed)
-        first = leaning.named(recipe, self.tasks, start) if start is not None else None
-        before = leaning.chosen(recipe, self.tasks, borrow)
+        first = dependencies.named(recipe, self.tasks, start) if start is not None else None
+        before = dependencies.chosen(recipe, self.tasks, borrow)
         transforms = registry.transforms(recipe, self.anatomy, chosen, rng, [task.transforms for task in before])
         owned = registry.owned(recipe, self.anatomy, chosen)
         kind, names, tensors, module = heads.plan(self.anatomy, classes, head, rng)
@@ -139,17 +140,17 @@ class Network(nn.Module):
             head=kind,
             classes=names,
             preprocessing=dict(heads.stated_preprocessing(self.backbone) if preprocessing is None else preprocessing),
-            leans_on={task.name: leaning.fingerprint(task) for task in before},
+            leans_on={task.name: dependencies.fingerprint(task) for task in before},
         )
         task = Task(card, self.anatomy, transforms, {**owned, **tensors}, module)
         if first is not None:
             task.start_from(first)
-        leaning.hold(before)
+        dependencies.hold(before)
         return self._keep(task)
 
     def remove_task(self, name: str) -> None:
         """Forget a task. Nothing else changes."""
-        leaning.refuse_removal(name, self.tasks.values())
+        dependencies.refuse_removal(name, self.tasks.values())
         self._added(name)
         with self._lock:
             del self._tasks[dotless(name)]
@@ -177,11 +178,11 @@ class Network(nn.Module):
                 f"{path} belongs to a backbone with fingerprint {filed.backbone[:12]}, "
                 f"this one has {self.fingerprint[:12]}: build the backbone with the weights that the task was made for"
             )
-        before = leaning.found(filed.card, self.tasks)
+        before = dependencies.found(filed.card, self.tasks)
         if before:
             filed = archive.lean(filed, [task.name for task in before])
-        task = revival.revive(filed, self.anatomy, [task.transforms for task in before], head)
-        leaning.hold(before)
+        task = restore.revive(filed, self.anatomy, [task.transforms for task in before], head)
+        dependencies.hold(before)
         return self._keep(task)
 
     def export(self, task: str | None = None) -> nn.Module:

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from bitgraft.archive import Archive, content, read_archive
+from bitgraft.backbone.files import write_atomically
+from bitgraft.backbone.loading import load_backbone
+from bitgraft.backbone.weight_files import PACKAGE
 from bitgraft.errors import ArchiveError, StoreError, UnknownTaskError
-from bitgraft.files import write_atomically
-from bitgraft.loading import load_backbone
+from bitgraft.format.archive import Archive, content, read_archive
 from bitgraft.network import Network
 from bitgraft.task import Task, check_name
-from bitgraft.weights import PACKAGE
 
 SUFFIX = ".safetensors"
 FORMAT = 1
@@ -35,7 +35,7 @@ ABOUT = "store.json"
 
 @dataclass(frozen=True)
 class Backbone:
-    """How a store's backbone is built, as `bitgraft.loading` takes it."""
+    """How a store's backbone is built, as `bitgraft.backbone.loading` takes it."""
 
     name: str
     weights: str | None = None

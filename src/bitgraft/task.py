@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.amp.autocast_mode import is_autocast_available
 
-from bitgraft.anatomy import Anatomy
-from bitgraft.borrowing import own_mask
+from bitgraft.backbone.anatomy import Anatomy
+from bitgraft.backbone.layers import is_parameter
 from bitgraft.errors import TaskError, UnsafeNameError
-from bitgraft.layers import is_parameter
-from bitgraft.starting import begin_as
-from bitgraft.transforms import Masked, Prunable, Transform, transformed, widened
+from bitgraft.transforms.masked import Masked, Prunable, Transform, transformed, widened
+from bitgraft.transforms.shared_masks import own_mask
+from bitgraft.transforms.warm_start import begin_as
 
 HeadKind = Literal["classes", "linear", "module", "keep", "none"]
 """classes: the backbone's own last layer with other tensors in it; linear: one put behind a backbone that gives

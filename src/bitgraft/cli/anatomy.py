@@ -9,7 +9,7 @@ import typer
 from bitgraft.cli.output import show, show_json, table
 
 if TYPE_CHECKING:
-    from bitgraft.anatomy import Anatomy
+    from bitgraft.backbone.anatomy import Anatomy
 
 NAMES = "timm's name, wrn-DEPTH-WIDTH, resnet26, or package.module:function."
 TRY = """\b
@@ -46,7 +46,7 @@ def anatomy(
     if head is not None:
         reading["head"] = None if head.lower() == "none" else head
 
-    from bitgraft.loading import read_backbone
+    from bitgraft.backbone.loading import read_backbone
 
     read = read_backbone(name, weights=weights, **reading)
     if as_json:

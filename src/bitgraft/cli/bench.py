@@ -8,9 +8,9 @@ import typer
 from bitgraft.cli.names import AsJson, Workers
 
 if TYPE_CHECKING:
-    from bitgraft.bench.pools import Pool
-    from bitgraft.bench.runner import Board
-    from bitgraft.bench.suite import Suite
+    from bitgraft.paper.bench.pools import Pool
+    from bitgraft.paper.bench.runner import Board
+    from bitgraft.paper.bench.suite import Suite
 
 TRY = """\b
 Try:
@@ -61,8 +61,8 @@ def bench(
     A suite is a grid: every row on every data set with every seed. What has its record is never run again, so the
     same command goes on after a kill, and runs what was added. A run that fails does not hold up the others.
     """
-    from bitgraft.bench import reading
-    from bitgraft.bench import suite as suites
+    from bitgraft.paper.bench import reading
+    from bitgraft.paper.bench import suite as suites
 
     if known:
         _list(as_json)
@@ -83,7 +83,7 @@ def bench(
     if board is None:
         return
     if submission is not None and not board.failed:
-        from bitgraft.bench.submission import write_submission
+        from bitgraft.paper.bench.submission import write_submission
 
         count = write_submission(chosen, root, folder, submission)
         typer.echo(f"{count:,} answers in {submission}", err=True)
@@ -92,8 +92,8 @@ def bench(
 
 
 def _list(as_json: bool) -> None:
-    from bitgraft.bench.reading import built_in, load_suite
     from bitgraft.cli.output import show_json
+    from bitgraft.paper.bench.reading import built_in, load_suite
 
     known = {name: load_suite(name) for name in built_in()}
     if as_json:
@@ -117,10 +117,10 @@ def _run(
 ) -> "Board | None":
     import os
 
-    from bitgraft.bench import runner
-    from bitgraft.bench.pools import Place
     from bitgraft.cli.board import Progress
     from bitgraft.cli.output import show_json
+    from bitgraft.paper.bench import runner
+    from bitgraft.paper.bench.pools import Place
 
     if plan:
         _plan(runner.plan(chosen, folder), as_json)
@@ -142,7 +142,7 @@ def _run(
 
 
 def _pool(jobs: int, ray: str | None) -> "Pool":
-    from bitgraft.bench.pools import Local, Ray
+    from bitgraft.paper.bench.pools import Local, Ray
 
     return Local(jobs) if ray is None else Ray(None if ray == "local" else ray)
 

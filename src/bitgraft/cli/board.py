@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from bitgraft.bench.runner import Board, records
 from bitgraft.methods import registry
-from bitgraft.report.records import ORIGINAL
+from bitgraft.paper.bench.runner import Board, records
+from bitgraft.paper.report.records import ORIGINAL
 
 
 class Progress:

@@ -7,11 +7,11 @@ import typer
 from bitgraft.cli.names import STORE, AsJson, Pretrained, StoreFolder, Weights, Workers, asked_backbone
 from bitgraft.cli.output import megabytes, show, show_json
 from bitgraft.cli.settings import by_role, method_options
-from bitgraft.training.observers import Observer
+from bitgraft.training.callbacks import Observer
 
 if TYPE_CHECKING:
-    from bitgraft.compressing import Done
     from bitgraft.training.config import Config
+    from bitgraft.workflows.compress_task import Done
 
 TRY = """\b
 Try:
@@ -78,7 +78,7 @@ def compress(
     options = method_options("full", option)
     config = _config({"steps": steps, "batch": batch, "seed": seed, "size": size, "resize": resize}, rate)
 
-    from bitgraft.compressing import Job, run
+    from bitgraft.workflows.compress_task import Job, run
 
     job = Job(
         finetuned,
@@ -132,7 +132,7 @@ class _Distance(Observer):
 
 
 def _report(done: "Done") -> dict[str, Any]:
-    from bitgraft.analysis import inspect_file
+    from bitgraft.format.inspect import inspect_file
 
     found = inspect_file(done.path)
     return {

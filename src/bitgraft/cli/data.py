@@ -31,9 +31,9 @@ def check(
     Of one that is not: what is wrong, where it comes from and which files are read. Exit code 1 where something is
     missing.
     """
-    from bitgraft.bench.check import check_suite, layout, unchecked
-    from bitgraft.bench.reading import load_suite
     from bitgraft.cli.output import show_json
+    from bitgraft.paper.bench.check import check_suite, layout, unchecked
+    from bitgraft.paper.bench.reading import load_suite
 
     held = load_suite(suite)
     found = {name: list(faults) for name, faults in check_suite(held, root)}

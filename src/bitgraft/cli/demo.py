@@ -23,6 +23,6 @@ def demo(
     """
     from rich.console import Console
 
-    from bitgraft.demo import run
+    from bitgraft.paper.demo import run
 
     run(Path(folder), Console(highlight=False))

@@ -94,10 +94,10 @@ def _tally(net: "Network", task: str, images: "Images", batch: int, workers: int
     import torch
     from torch.utils.data import DataLoader
 
+    from bitgraft.backbone.tracing import logits
     from bitgraft.data.dataset import ImageDataset
     from bitgraft.data.preprocessing import Preprocessing
-    from bitgraft.session import one_sentence
-    from bitgraft.tracing import logits
+    from bitgraft.workflows.train_task import one_sentence
 
     data = ImageDataset(images, Preprocessing.from_dict(net.tasks[task].card.preprocessing))
     rows: list[tuple[int, int]] = []

@@ -54,8 +54,8 @@ def export(
     compared with the task before they are written. Several tasks share one ONNX file, with the task's number as an
     input.
     """
+    from bitgraft.backbone.files import write_atomically
     from bitgraft.errors import StoreError
-    from bitgraft.files import write_atomically
     from bitgraft.store import Store
 
     names, bundled = _chosen(store, task or [], all_tasks, form)

@@ -9,7 +9,7 @@ import typer
 from bitgraft.cli.output import megabytes, show, show_json, table
 
 if TYPE_CHECKING:
-    from bitgraft.analysis import Inspection, Layer, Spread
+    from bitgraft.format.inspect import Inspection, Layer, Spread
 
 TRY = """\b
 Try:
@@ -40,7 +40,7 @@ def inspect(
     """
     if figure is not None:
         _check(figure)
-    from bitgraft.analysis import inspect_file
+    from bitgraft.format.inspect import inspect_file
 
     found = [inspect_file(file) for file in files]
     if figure is not None:
@@ -56,7 +56,7 @@ def inspect(
 
 def _check(figure: str) -> None:
     from bitgraft.errors import FigureError
-    from bitgraft.figures import check_path
+    from bitgraft.paper.figures import check_path
 
     try:
         check_path(figure)
@@ -65,7 +65,7 @@ def _check(figure: str) -> None:
 
 
 def _draw(found: Sequence["Inspection"], files: Sequence[str], figure: str) -> None:
-    from bitgraft.figures import parameter_analysis, save
+    from bitgraft.paper.figures import parameter_analysis, save
 
     save(parameter_analysis(found, _backbones(files)), figure)
 

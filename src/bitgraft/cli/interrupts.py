@@ -7,7 +7,7 @@ import time
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from bitgraft.training.observers import Observer
+from bitgraft.training.callbacks import Observer
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -8,7 +8,7 @@ import typer
 from bitgraft.cli.output import megabytes, show, show_json, table
 
 if TYPE_CHECKING:
-    from bitgraft.accounting import Account
+    from bitgraft.paper.parameter_counts import Account
 
 TRY = """\b
 Try:
@@ -41,8 +41,8 @@ def params(
     if name is None and (tasks is not None or head is not None):
         raise typer.BadParameter("--tasks and --head go with the name of a backbone; the paper's rows have their own")
 
-    from bitgraft.accounting import account, paper_accounts
-    from bitgraft.loading import read_backbone
+    from bitgraft.backbone.loading import read_backbone
+    from bitgraft.paper.parameter_counts import account, paper_accounts
 
     if name is None:
         counted = paper_accounts()

@@ -100,9 +100,9 @@ def _run(net: "Network", name: str, files: Sequence[str], faults: dict[str, str]
     """Each readable file with its probabilities; the others become faults."""
     import torch
 
+    from bitgraft.backbone.tracing import logits
     from bitgraft.data.preprocessing import evaluation_tensor
     from bitgraft.errors import DataError
-    from bitgraft.tracing import logits
 
     preprocessing = _preprocessing(net, name)
     for start in range(0, len(files), BATCH):
@@ -120,7 +120,7 @@ def _run(net: "Network", name: str, files: Sequence[str], faults: dict[str, str]
 
 def _preprocessing(net: "Network", name: str) -> "Preprocessing":
     from bitgraft.data.preprocessing import Preprocessing
-    from bitgraft.heads import stated_preprocessing
+    from bitgraft.runtime.heads import stated_preprocessing
 
     own = name == net.original
     return Preprocessing.from_dict(stated_preprocessing(net.backbone) if own else net.tasks[name].card.preprocessing)

@@ -44,8 +44,8 @@ def report(
     and HTML; figures as PNG; and the records in one file, records.jsonl, which this command reads as well. The best
     method of each data set is bold, the second underlined.
     """
-    from bitgraft.report.render import markdown
-    from bitgraft.report.write import usual_place, write_report
+    from bitgraft.paper.report.render import markdown
+    from bitgraft.paper.report.write import usual_place, write_report
 
     if validation and published:
         raise typer.BadParameter(

@@ -8,7 +8,7 @@ import typer
 from bitgraft.cli.output import show, show_json, table
 
 if TYPE_CHECKING:
-    from bitgraft.scoring import Score
+    from bitgraft.paper.scores import Score
 
 TRY = """\b
 Try:
@@ -30,7 +30,13 @@ def score(
 
     Accuracy and S of each domain, and the total. S is 250 for the baseline and 1000 for no errors.
     """
-    from bitgraft.scoring import challenge_baselines, read_baselines, read_labels, read_submission, score_submission
+    from bitgraft.paper.scores import (
+        challenge_baselines,
+        read_baselines,
+        read_labels,
+        read_submission,
+        score_submission,
+    )
 
     baselines = challenge_baselines() if baseline is None else read_baselines(baseline)
     scored = score_submission(read_submission(file), read_labels(annotations), baselines)

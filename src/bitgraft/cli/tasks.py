@@ -43,8 +43,8 @@ def _report(store: "Store") -> dict[str, Any]:
 
 
 def _row(store: "Store", name: str, size: int) -> dict[str, Any]:
-    from bitgraft.analysis import accuracy, inspect_archive
     from bitgraft.errors import BitgraftError, WrongBackboneError
+    from bitgraft.format.inspect import accuracy, inspect_archive
 
     try:
         archive = store.archive(name)

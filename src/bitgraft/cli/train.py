@@ -114,7 +114,7 @@ def train(
     _check_earlier(store, method, borrow, start)
 
     from bitgraft.cli import training
-    from bitgraft.session import Request
+    from bitgraft.workflows.train_task import Request
 
     chosen = asked_backbone(store, backbone, weights, pretrained, "begin it with --backbone NAME")
     requests = [

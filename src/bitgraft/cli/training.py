@@ -14,15 +14,15 @@ from rich.console import Console
 from bitgraft.cli.interrupts import Interrupts
 from bitgraft.cli.output import INTERRUPTED, WIDE, megabytes, show_json
 from bitgraft.errors import BitgraftError, TrainingError
-from bitgraft.joint import check_new, train_jointly
-from bitgraft.joint import run_folder as joint_folder
 from bitgraft.methods import registry
-from bitgraft.session import Opened, Outcome, Request, check_free, open_request, open_store, train
 from bitgraft.store import Backbone, Store
 from bitgraft.training import runs
+from bitgraft.training.callbacks import Observer, TensorBoard
 from bitgraft.training.loop import StoppedError
-from bitgraft.training.observers import Observer, TensorBoard
 from bitgraft.training.progress import Progress
+from bitgraft.workflows.train_jointly import check_new, train_jointly
+from bitgraft.workflows.train_jointly import run_folder as joint_folder
+from bitgraft.workflows.train_task import Opened, Outcome, Request, check_free, open_request, open_store, train
 
 Work = Callable[[list[Observer], Callable[[], bool]], list[Outcome]]
 """(who watches, whether to stop) -> what came of it."""

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitgraft.backbone.weight_files import COUNTER
 from bitgraft.compression.balance import unbalanced
 from bitgraft.compression.distil import CALIBRATION, calibrate
 from bitgraft.compression.nearest import nearest
 from bitgraft.compression.source import Classes, Finetuned, opened, values
 from bitgraft.methods import registry
 from bitgraft.network import Network
-from bitgraft.starting import begin
 from bitgraft.task import Task
+from bitgraft.training.callbacks import Observer
 from bitgraft.training.config import Config
 from bitgraft.training.evaluation import score
-from bitgraft.training.observers import Observer
-from bitgraft.transforms import Masked
-from bitgraft.weights import COUNTER
+from bitgraft.transforms.masked import Masked
+from bitgraft.transforms.warm_start import begin
 
 METHOD = "full"
 ALIKE = 0.5  # a copy whose weights have less in common with the backbone's (their cosine) was hardly made from it

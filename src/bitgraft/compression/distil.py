@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from bitgraft.backbone.tracing import logits
 from bitgraft.network import Network
-from bitgraft.tracing import logits
+from bitgraft.training.callbacks import Observer
 from bitgraft.training.config import ROLES, Config
 from bitgraft.training.learner import Loss
 from bitgraft.training.loop import fit
-from bitgraft.training.observers import Observer
-from bitgraft.training.placing import placed
+from bitgraft.training.to_device import placed
 
 CALIBRATION = Config(
     steps=100,

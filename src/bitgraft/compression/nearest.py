@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bitgraft.transforms import START
+from bitgraft.transforms.masked import START
 
 FEW, MOST = 3, 30  # turns from every beginning, and from the best of them
 ENOUGH = 1e-4  # a turn that gains less than this share of the distance is the last

@@ -10,13 +10,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from bitgraft.anatomy import Anatomy
+from bitgraft.backbone.anatomy import Anatomy
+from bitgraft.backbone.weight_files import check, prepare, read_weights
 from bitgraft.errors import BackboneError, ClassesError, TaskError
-from bitgraft.heads import class_names
 from bitgraft.network import Network
+from bitgraft.runtime.heads import class_names
 from bitgraft.store import SUFFIX, Store
 from bitgraft.task import Task
-from bitgraft.weights import check, prepare, read_weights
 
 Finetuned = Task | nn.Module | Mapping[str, Tensor] | str | Path
 """A task of the network, a module of the backbone's class, its state dict; or a file of plain weights, a task file, or

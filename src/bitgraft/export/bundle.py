@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from bitgraft import __version__
+from bitgraft.backbone.tracing import logits, private_copy
 from bitgraft.errors import ExportError
 from bitgraft.export.onnx_file import IMAGES, agree, convert, opened
 from bitgraft.export.plain import program
 from bitgraft.export.subject import CHECKED, TRACED, Subject, described
-from bitgraft.masks import pack, packed_size
 from bitgraft.network import Network
 from bitgraft.task import Task, dotless
-from bitgraft.tracing import logits, private_copy
-from bitgraft.transforms import Masked, Weight
+from bitgraft.transforms.bits import pack, packed_size
+from bitgraft.transforms.masked import Masked, Weight
 
 TASK = "task"
 NOTHING = -1e30  # the score of a class that a task does not have: below any other, and finite

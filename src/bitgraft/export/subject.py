@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from bitgraft import __version__
+from bitgraft.backbone.tracing import logits
 from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.errors import ExportError
 from bitgraft.network import Network
 from bitgraft.task import Card
-from bitgraft.tracing import logits
 
 CHECKED = (1, 3)  # batches on which a written file must agree with the task; tracing sees another size, 2
 TRACED = 2

@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from bitgraft.borrowing import Borrowing, own_mask
 from bitgraft.errors import TaskError
-from bitgraft.masks import Surrogate
 from bitgraft.methods.registry import Method, Options, is_number, register_method, uniform
-from bitgraft.transforms import Masked, MaskRule, Transform, Weight
+from bitgraft.transforms.bits import Surrogate
+from bitgraft.transforms.masked import Masked, MaskRule, Transform, Weight
+from bitgraft.transforms.shared_masks import Borrowing, own_mask
 
 K = float | Literal["learn"]
 

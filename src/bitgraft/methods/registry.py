@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitgraft.anatomy import Anatomy
+from bitgraft.backbone.anatomy import Anatomy
 from bitgraft.errors import TaskError
-from bitgraft.transforms import Transform, Weight
+from bitgraft.transforms.masked import Transform, Weight
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from bitgraft.backbone.tracing import logits
 from bitgraft.errors import UnknownTaskError, UnsafeNameError
 from bitgraft.serving.library import Entry, Library
 from bitgraft.serving.metrics import Metrics
@@ -17,7 +18,6 @@ from bitgraft.serving.pictures import tensors
 from bitgraft.serving.refusals import Refusal, busy
 from bitgraft.serving.scheduler import Bounds, Scheduler
 from bitgraft.serving.settings import Settings
-from bitgraft.tracing import logits
 
 DECODERS = 2  # threads; each may hold one decoded picture
 Answer = dict[str, Any]

@@ -16,12 +16,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from bitgraft.analysis import Inspection, Layer, accuracy, inspect_archive
-from bitgraft.archive import pack_task
 from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.errors import BitgraftError, TaskError, UnknownTaskError
-from bitgraft.heads import stated_preprocessing
+from bitgraft.format.archive import pack_task
+from bitgraft.format.inspect import Inspection, Layer, accuracy, inspect_archive
 from bitgraft.network import Network
+from bitgraft.runtime.heads import stated_preprocessing
 from bitgraft.store import SUFFIX, Store
 from bitgraft.task import check_name
 

@@ -8,9 +8,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from bitgraft.archive import Archive, content, from_bytes
+from bitgraft.backbone.files import read_whole, write_atomically
 from bitgraft.errors import MissingTaskError, SharingError, StoreError, UnsafeNameError, WrongBackboneError
-from bitgraft.files import read_whole, write_atomically
+from bitgraft.format.archive import Archive, content, from_bytes
 from bitgraft.sharing import hub, web
 from bitgraft.store import SUFFIX, Store
 from bitgraft.task import check_name

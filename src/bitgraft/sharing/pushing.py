@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bitgraft import __version__
-from bitgraft.analysis import accuracy, inspect_archive
-from bitgraft.archive import Archive, from_bytes
+from bitgraft.backbone.files import read_whole
 from bitgraft.errors import WrongBackboneError
-from bitgraft.files import read_whole
+from bitgraft.format.archive import Archive, from_bytes
+from bitgraft.format.inspect import accuracy, inspect_archive
 from bitgraft.sharing import hub
 from bitgraft.store import SUFFIX, Store
 

@@ -8,9 +8,9 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from bitgraft.network import Network
-from bitgraft.training.batches import Batches
 from bitgraft.training.learner import Objective
-from bitgraft.training.placing import placed
+from bitgraft.training.loader import Batches
+from bitgraft.training.to_device import placed
 
 
 class Loader:

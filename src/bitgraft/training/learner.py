@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bitgraft.backbone.tracing import logits
 from bitgraft.errors import TrainingError
 from bitgraft.network import Network
 from bitgraft.task import Task
-from bitgraft.tracing import logits
-from bitgraft.training.convolutions import Convolutions
+from bitgraft.training.cpu.convolutions import Convolutions
 
 Loss = Callable[[Any, Any], Tensor]
 """(what the network gives, what the data says) -> the mean loss of a batch."""

@@ -17,18 +17,18 @@ from bitgraft.errors import TrainingError
 from bitgraft.methods import registry
 from bitgraft.network import Network
 from bitgraft.task import Task
-from bitgraft.training import optimisers
-from bitgraft.training.batches import Batches, turns
+from bitgraft.training import optimizers
+from bitgraft.training.callbacks import Observer
+from bitgraft.training.checkpoint import Position, Result, State, copied, load, of_task, save
 from bitgraft.training.config import Config, preset
+from bitgraft.training.cpu.memory import kept
 from bitgraft.training.evaluation import Loader, validate
-from bitgraft.training.headstart import begin
+from bitgraft.training.head_init import begin
 from bitgraft.training.joint import SHARED, Shared, shared_weights
 from bitgraft.training.learner import Learner, Loss, Objective, trainable
-from bitgraft.training.memory import kept
-from bitgraft.training.observers import Observer
-from bitgraft.training.placing import placed
-from bitgraft.training.state import Position, Result, State, copied, load, of_task, save
-from bitgraft.training.statistics import over_processes
+from bitgraft.training.loader import Batches, turns
+from bitgraft.training.sync_bn import over_processes
+from bitgraft.training.to_device import placed
 
 CHECK_EVERY = 50  # steps between looks at the loss, where each waits for the device or for other processes
 
@@ -102,7 +102,7 @@ class _Run:
     ) -> None:
         self.net, self.names, self.config, self.accelerator, self.path = net, names, config, accelerator, path
         self.tasks = {name: trainable(net, name) for name in names}
-        self.phases = optimisers.phases_of(registry.get(self.tasks[names[0]].card.method), config)
+        self.phases = optimizers.phases_of(registry.get(self.tasks[names[0]].card.method), config)
         for task in self.tasks.values():
             task.holds_statistics = config.statistics == "kept"
             task.lay_out(innermost=accelerator.device.type == "cpu")  # as `placed` does with images
@@ -154,7 +154,7 @@ class _Run:
             for task in self.tasks.values():
                 task.prune(phase.prune)
         learned = [pair for held in self.learned.values() for pair in held.roles()]
-        built = optimisers.build(learned, self.config, phase)
+        built = optimizers.build(learned, self.config, phase)
         self.optimizers = [self.accelerator.prepare(optimizer) for optimizer in built]
         if state is not None and state.optimizers is not None:
             for optimizer, held in zip(self.optimizers, state.optimizers, strict=True):
@@ -181,8 +181,8 @@ class _Run:
             task.train()
         for index in range(self.at.step, count):
             name, step = self.turns[index]
-            factor = optimisers.rate_factor(self.config, phase, self.at.epoch * count + index, count, epochs)
-            optimisers.set_rates(self.optimizers, factor)
+            factor = optimizers.rate_factor(self.config, phase, self.at.epoch * count + index, count, epochs)
+            optimizers.set_rates(self.optimizers, factor)
             whole = self.train[name].batches.whole(step)
             self._step(name, next(streams[name]), whole)
             self.at.step = index + 1
@@ -204,7 +204,7 @@ class _Run:
             with torch.no_grad():
                 right = self.objective.correct(output, wanted)
                 self.sums += torch.stack([loss.detach().float(), right.float(), right.new_tensor(len(part)).float()])
-        optimisers.advance(self.optimizers, self.accelerator.scaler)
+        optimizers.advance(self.optimizers, self.accelerator.scaler)
 
     def _between_steps(self, index: int, count: int) -> None:
         """Look at the loss now and then, save now and then, stop when asked to."""
@@ -276,7 +276,7 @@ class _Run:
 
     def _epochs(self, phase: registry.Phase) -> int:
         each = len(self.turns) / len(self.names)  # together tasks see as many images as they would apart
-        return optimisers.epochs_of(self.config, phase, self.phases, each)
+        return optimizers.epochs_of(self.config, phase, self.phases, each)
 
     def _save(self) -> None:
         self.saved_at = time.monotonic()

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bitgraft.backbone.files import write_atomically
 from bitgraft.errors import TrainingError
-from bitgraft.files import write_atomically
 
 STATE, SETTINGS, METRICS = "state.pt", "run.json", "metrics.jsonl"
 

@@ -1,0 +1,243 @@
+"""From what a file holds to a task on its backbone, everything checked before anything is changed."""
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bitgraft.backbone.anatomy import Anatomy, describe
+from bitgraft.backbone.layers import is_norm, is_parameter
+from bitgraft.errors import ClassesError, CorruptError, TaskError, WrongBackboneError
+from bitgraft.format.archive import COUNTER, PACKED, Archive, stored_dtype
+from bitgraft.methods import registry
+from bitgraft.task import Card, Task
+from bitgraft.transforms.bits import packed_size
+from bitgraft.transforms.masked import Transform, Weight
+
+
+def revive(
+    archive: Archive, anatomy: Anatomy, before: Sequence[Mapping[str, Transform]], head: nn.Module | None
+) -> Task:
+    """The task that a file holds, frozen, on the backbone that it belongs to. What does not fit changes nothing.
+
+    `before` are the transforms of the tasks that it leans on, in its file's order.
+    """
+    card, parts, owned = archive.card, archive.parts(), archive.owned()
+    base = anatomy.tensors()
+    _check_places(archive, anatomy, base)
+    options = registry.get(card.method).with_options(card.options)
+    transforms = {}
+    for name in archive.shapes:
+        blank = _blank_transform(card, describe(anatomy, name), base[name], options, registry.at(name, before))
+        transforms[name] = _fill(blank, name, base[name], parts.get(name, {}))
+    _check_owned(card, anatomy, base, owned, options)
+    _check_classes(archive, anatomy, base, owned)
+    held, counters = {}, _structure(anatomy).counters
+    for name, tensor in base.items():
+        if name in owned:
+            held[name] = _like(tensor, owned[name])
+        elif counters.get(name) in owned:
+            held[name] = _like(tensor, tensor.clone())
+    task = Task(card, anatomy, transforms, held, _revive_head(archive, anatomy, head))
+    task.metrics = dict(archive.metrics)
+    return task
+
+
+class Structure(NamedTuple):
+    """Which of a backbone's tensors are what, by their names alone."""
+
+    head: frozenset[str]
+    norms: dict[str, str]
+    """Each tensor of a norm layer with that layer's name."""
+    counters: dict[str, str]
+    """Each count of training steps with the running mean beside it."""
+
+
+def _structure(anatomy: Anatomy) -> Structure:
+    """Read once, like everything about a backbone: a thousand tasks ask for it."""
+    found: Structure | None = anatomy.__dict__.get("_structure")
+    if found is None:
+        layers = anatomy.backbone.named_modules()
+        found = anatomy.__dict__["_structure"] = Structure(
+            head=frozenset(anatomy.head_names()),
+            norms={name: path for path, layer in layers if is_norm(layer) for name in _tensors_of(path, layer)},
+            counters={n: n.removesuffix(COUNTER) + "running_mean" for n in anatomy.places if n.endswith(COUNTER)},
+        )
+    return found
+
+
+def _tensors_of(path: str, module: nn.Module) -> list[str]:
+    held = [*module._parameters.items(), *module._buffers.items()]
+    return [f"{path}.{name}" for name, tensor in held if tensor is not None]
+
+
+def _check_places(archive: Archive, anatomy: Anatomy, base: Mapping[str, Tensor]) -> None:
+    """The backbone has the weights that the file states, of those shapes, and the head where the file says."""
+    task, head = f"task {archive.card.name!r}", archive.head_layer
+    for name, shape in archive.shapes.items():
+        found = base.get(name)
+        if not is_parameter(found) or not found.is_floating_point() or found.dim() < 2:
+            raise WrongBackboneError(f"{task} transforms {name!r}, which is no weight of the backbone")
+        if found.shape != shape:
+            raise WrongBackboneError(
+                f"{task} transforms {name!r} of shape {shape}, the backbone has it in {tuple(found.shape)}"
+            )
+    if archive.card.head in ("classes", "keep") and head != anatomy.head:
+        raise WrongBackboneError(
+            f"{task} belongs to a backbone whose last layer is {head!r}, this one's is {anatomy.head!r}: "
+            f"pass Network(backbone, head={head!r})"
+        )
+
+
+def _blank_transform(
+    card: Card, weight: Weight, tensor: Tensor, options: registry.Options, before: Sequence[Transform]
+) -> Transform:
+    """A transform of the right make, whose values are still to come."""
+    build = registry.get(card.method).build
+    try:
+        blank = build(weight, tensor.detach(), options, None, before) if build else None
+    except TaskError as cause:
+        raise CorruptError(f"task {card.name!r} cannot have been made as its file says ({cause})") from cause
+    if blank is None:
+        raise CorruptError(
+            f"task {card.name!r} has parts for {weight.name!r}, which method {card.method!r} leaves alone"
+        )
+    return blank
+
+
+def _fill(blank: Transform, name: str, weight: Tensor, parts: Mapping[str, Tensor]) -> Transform:
+    buffers = blank.named_buffers() if blank.tail is not None else ()
+    counters = {part: torch.zeros_like(t) for part, t in buffers if part.endswith(COUNTER)}
+    for part, tensor in parts.items():
+        kind = "nothing" if part in counters else torch.uint8 if part in PACKED else torch.float32
+        if tensor.dtype != kind:
+            raise CorruptError(f"'{name}:{part}' is {tensor.dtype}, where {kind} belongs; the file is not usable")
+        if part in PACKED and _has_tail(tensor, weight.numel()):
+            raise CorruptError(f"'{name}:{part}' has bits set behind the last weight; the file is not usable")
+    given = {**parts, **counters}
+    blank.restore(given if weight.is_cpu else {part: tensor.to(weight.device) for part, tensor in given.items()})
+    return blank
+
+
+def _has_tail(packed: Tensor, count: int) -> bool:
+    return count % 8 != 0 and packed.shape == (packed_size(count),) and int(packed[-1]) >> count % 8 != 0
+
+
+def _check_owned(
+    card: Card, anatomy: Anatomy, base: Mapping[str, Tensor], owned: Mapping[str, Tensor], options: registry.Options
+) -> None:
+    """Head apart, a task owns what its method and options give it, nothing else, and no half of a norm layer."""
+    method, (head, norms, counters) = registry.get(card.method), _structure(anatomy)
+    asked = {name for pattern in options.own for name in base if fnmatchcase(name, pattern)}
+    given = asked | (norms.keys() if options.norms else set())
+    if method.owns_everything:
+        given |= base.keys() - norms.keys()
+    given -= counters.keys()
+    for name, tensor in owned.items():
+        if name not in base:
+            raise WrongBackboneError(f"task {card.name!r} replaces {name!r}, which the backbone does not have")
+        if name not in head:
+            _check_fit(card, name, tensor, base[name])
+            if name not in given:
+                raise CorruptError(f"task {card.name!r} has {name!r}, which method {card.method!r} leaves alone")
+    layers = {norms[name] for name in owned if name in norms and name not in asked}
+    lacking = {name for name, layer in norms.items() if name not in owned and layer in layers}
+    if method.owns_everything:
+        lacking |= base.keys() - norms.keys() - head - owned.keys()
+    if missing := sorted(name for name in lacking if not name.endswith(COUNTER)):
+        raise CorruptError(f"task {card.name!r} lacks {missing[0]!r}; the file is not usable")
+
+
+def _check_fit(card: Card, name: str, tensor: Tensor, model: Tensor, outputs: int | None = None) -> None:
+    shape = model.shape if outputs is None else (outputs, *model.shape[1:])
+    if tensor.shape != shape:
+        raise WrongBackboneError(
+            f"task {card.name!r} has {name!r} of shape {tuple(tensor.shape)}, the backbone takes {tuple(shape)}"
+        )
+    if tensor.dtype == torch.float32 and model.is_floating_point():
+        return
+    kind = torch.float32 if isinstance(model, nn.Parameter) and model.is_floating_point() else stored_dtype(model)
+    if tensor.dtype != kind:
+        raise CorruptError(f"task {card.name!r} has {name!r} in {tensor.dtype}, where {kind} belongs: not usable")
+
+
+def _like(model: Tensor, tensor: Tensor) -> Tensor:
+    """On the backbone's device; statistics in its dtype; in its memory format, since that decides the last bits.
+
+    Where nothing is to be changed, it stays in the memory that the file was read into.
+    """
+    learned = is_parameter(model)
+    dtype = tensor.dtype if learned else model.dtype
+    placed = tensor if model.is_cpu and tensor.dtype == dtype else tensor.to(model.device, dtype)
+    if placed.dim() > 1 and placed.stride() != model.stride() and placed.shape == model.shape:
+        placed = torch.empty_like(model, dtype=placed.dtype).copy_(placed)
+    return nn.Parameter(placed, requires_grad=False) if learned else placed
+
+
+def _check_classes(archive: Archive, anatomy: Anatomy, base: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """The head's tensors are all there, in its shape, with one row for each class."""
+    card, head = archive.card, _structure(anatomy).head
+    count = len(card.classes or ())
+    if card.head == "classes":
+        rows = {name: (*own[name].shape, 0)[0] for name in head & own.keys()}
+        if set(rows.values()) - {count}:
+            raise _misfit(card, set(rows.values()) - {count})
+        if rows.keys() != head or not head:
+            raise CorruptError(f"task {card.name!r} should have {sorted(head)} for its head; the file is not usable")
+        for name in rows:
+            _check_fit(card, name, own[name], base[name], count)
+    elif head & own.keys():
+        raise CorruptError(f"task {card.name!r} has {sorted(head & own.keys())}, but no head that takes them")
+    elif card.head == "linear":
+        found = {name: (tensor.dtype, *tensor.shape) for name, tensor in archive.head().items()}
+        rows = {name: shape[1] for name, shape in found.items() if len(shape) > 1}
+        if set(rows.values()) - {count}:
+            raise _misfit(card, set(rows.values()) - {count})
+        if found != {"weight": (torch.float32, count, anatomy.features), "bias": (torch.float32, count)}:
+            raise CorruptError(
+                f"task {card.name!r} has the head {found} for {count} classes and the backbone's "
+                f"{anatomy.features} features; the file is not usable"
+            )
+
+
+def _misfit(card: Card, outputs: set[int]) -> ClassesError:
+    shown = " or ".join(map(str, sorted(outputs)))
+    return ClassesError(
+        f"task {card.name!r} lists {len(card.classes or ())} classes, but its head has {shown} outputs; "
+        "the file is not usable"
+    )
+
+
+def _revive_head(archive: Archive, anatomy: Anatomy, given: nn.Module | None) -> nn.Module | None:
+    state, card = archive.head(), archive.card
+    if given is not None and card.head != "module":
+        raise TaskError(
+            f"task {card.name!r} was not saved with a head module of its own (its head is of kind {card.head!r}): "
+            "load it without head=..."
+        )
+    if card.head not in ("linear", "module"):
+        if state:
+            raise CorruptError(
+                f"task {card.name!r} has tensors of a head, but is of head kind {card.head!r}: not usable"
+            )
+        return None
+    if card.head == "linear":
+        given = nn.Linear(state["weight"].shape[1], state["weight"].shape[0], device="meta")
+    elif given is None:
+        raise TaskError(
+            f"task {card.name!r} was saved with a head module of its own: pass one like it, load_task(path, head=...)"
+        )
+    wanted = {name: (tuple(t.shape), stored_dtype(t)) for name, t in given.state_dict().items()}
+    found = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
+    if wanted != found:
+        odd = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))[0]
+        raise TaskError(
+            f"the head module does not fit that of task {card.name!r}: it has {odd!r} as {wanted.get(odd)}, "
+            f"the file as {found.get(odd)}"
+        )
+    device = anatomy.tensor(next(iter(anatomy.places))).device
+    dtypes = {name: tensor.dtype for name, tensor in given.state_dict().items()}
+    given.load_state_dict({name: t.to(device, dtypes[name]) for name, t in state.items()}, assign=True)
+    return given.to(device).requires_grad_(False)

@@ -1,0 +1,108 @@
+"""Whoever watches a run: told of its start, steps, looks, epochs and, once, of its end."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from bitgraft.backbone.files import write_atomically
+from bitgraft.errors import TrainingError
+
+
+class Observer(Protocol):
+    """Whoever inherits from it writes only the methods that it needs."""
+
+    # each body returns: mypy takes an empty one for abstract
+
+    def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
+        return
+
+    def step(self, epoch: int, step: int, images: int) -> None:
+        return
+
+    def look(self, loss: float, accuracy: float) -> None:
+        """How the epoch goes so far, whenever the loop has looked."""
+        return
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        return
+
+    def end(self) -> None:
+        return
+
+
+class JsonLines(Observer):
+    """One line of JSON for each epoch. A resumed run leaves the same file as an uninterrupted one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records: list[dict[str, Any]] = []
+
+    def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
+        if done_epochs and self.path.exists():
+            lines = self.path.read_text().splitlines()
+            self.records = [json.loads(line) for line in lines[:done_epochs]]
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+        write_atomically(self.path, "".join(json.dumps(r) + "\n" for r in self.records).encode())
+
+
+class Clock(Observer):
+    """Time spent on training steps, on the wall and of the processor, and the images that went through them.
+
+    All in this process: a run that goes on after a kill is timed from there.
+    """
+
+    def __init__(self) -> None:
+        self.seconds, self.processor_seconds, self.images = 0.0, 0.0, 0
+        self._restart()
+
+    def _restart(self) -> None:
+        self._since, self._processor_since = time.perf_counter(), time.process_time()
+
+    def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
+        self._restart()
+
+    def step(self, epoch: int, step: int, images: int) -> None:
+        self.seconds += time.perf_counter() - self._since
+        self.processor_seconds += time.process_time() - self._processor_since
+        self.images += images
+        self._restart()
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        self._restart()  # validation is not training
+
+    @property
+    def rate(self) -> float:
+        """Images a second."""
+        return self.images / max(self.seconds, 1e-9)
+
+
+class TensorBoard(Observer):
+    """Each epoch's numbers as curves. A resumed run's go on where its checkpoint was."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as cause:
+            raise TrainingError(
+                "TensorBoard is not installed: pip install 'bitgraft[tensorboard]', or leave out --tensorboard"
+            ) from cause
+        self._open, self.folder = SummaryWriter, folder
+        self._writer: Any = None
+
+    def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
+        self._writer = self._open(str(self.folder), purge_step=done_epochs + 1)
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        for name, value in record.items():
+            if isinstance(value, float):
+                part, _, what = name.partition("_")
+                self._writer.add_scalar(f"{what}/{part}", value, record["epoch"])
+        self._writer.flush()
+
+    def end(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

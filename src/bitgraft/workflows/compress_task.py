@@ -1,0 +1,142 @@
+"""From a fine-tuned copy to a task file in a store: what `bitgraft compress` does."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bitgraft.compression.compress import Compression, compress
+from bitgraft.compression.distil import CALIBRATION
+from bitgraft.compression.source import file_of, is_task, opened
+from bitgraft.data.dataset import ImageDataset
+from bitgraft.data.images import Images, Splits
+from bitgraft.data.preprocessing import Preprocessing
+from bitgraft.data.splits import open_data
+from bitgraft.errors import StoreError, TaskError
+from bitgraft.network import Network
+from bitgraft.store import Backbone, Store
+from bitgraft.task import Task, check_name
+from bitgraft.training.callbacks import Observer
+from bitgraft.training.config import Config
+from bitgraft.workflows.train_task import one_sentence, open_store, preprocessing_for, training_images
+
+
+@dataclass(frozen=True)
+class Job:
+    """One copy to compress."""
+
+    finetuned: str
+    """A file of plain weights, a task file, or STORE/TASK."""
+    task: str
+    classes: Sequence[str] | None = None
+    data: str | None = None
+    """A data set, to measure accuracy on and to calibrate with."""
+    calibrate: bool = False
+    masks: bool = False
+    """Calibrate the masks, too."""
+    config: Config = CALIBRATION
+    options: Mapping[str, Any] = field(default_factory=dict)
+    workers: int = 0
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Done:
+    made: Compression
+    path: Path
+    finetuned_bytes: int
+    """What the copy takes, in float32."""
+    measured_on: str | None
+    """"test" or "val"."""
+    notes: list[str]
+
+
+def run(folder: str | Path, backbone: Backbone | None, job: Job, *, observers: Sequence[Observer] = ()) -> Done:
+    """Compress a copy and write its task to a store, begun with `backbone` where there is none yet.
+
+    Whatever is wrong with the copy or the data leaves the store as it was, or none.
+    """
+    store, net = _workplace(folder, backbone)
+    check_name(job.task)
+    if store is not None and store.path(job.task).exists() and not job.overwrite:
+        raise StoreError(f"the store has a task {job.task!r} already: choose another name, or pass --overwrite")
+    if store is not None:
+        store.check_replaceable(job.task)
+    splits = open_data(job.data, seed=job.config.seed) if job.data is not None else None
+    path, about = file_of(job.finetuned)
+    classes = job.classes
+    if classes is None and splits is not None and not is_task(about) and "classes" not in about:
+        classes = splits.classes
+    torch.manual_seed(job.config.seed)  # dropout and the like
+    with opened(net, path, classes, _stated(net, job, is_task(about))) as copy, one_sentence():
+        training, test, measured_on, notes = _data(copy, splits, job)
+        made = compress(
+            net,
+            job.task,
+            copy,
+            classes,
+            calibrate_on=training,
+            config=job.config,
+            masks=job.masks,
+            test=test,
+            observers=observers,
+            workers=job.workers,
+            **job.options,
+        )
+        size = 4 * sum(parameter.numel() for parameter in copy.parameters())
+    if measured_on == "val":
+        made.task.metrics = _as_validated(made.task.metrics)
+    made.task.freeze()
+    if store is None:
+        assert backbone is not None
+        store = Store.create(folder, backbone, net)
+    net.save_task(job.task, store.path(job.task))
+    return Done(made, store.path(job.task), size, measured_on, [*made.warnings, *notes])
+
+
+def _workplace(folder: str | Path, backbone: Backbone | None) -> tuple[Store | None, Network]:
+    """The store and its network; a network alone where the store is still to be begun."""
+    if backbone is None or Store.exists(folder):
+        return open_store(folder, backbone)
+    return None, Network(backbone.build())
+
+
+def _stated(net: Network, job: Job, is_task: bool) -> dict[str, Any] | None:
+    """How images are made, if the job says anything about it."""
+    if job.config.size is None and job.config.resize is None:
+        return None
+    if is_task:
+        raise TaskError(f"{job.finetuned} says itself what size its images have: leave out --size and --resize")
+    return preprocessing_for(net, job.config).to_dict()
+
+
+def _data(copy: Task, splits: Splits | None, job: Job) -> tuple[Any, Any, str | None, list[str]]:
+    """Images to calibrate with, images to measure on, which those are, and what there is to say."""
+    if splits is None:
+        return None, None, None, []
+    preprocessing = Preprocessing.from_dict(copy.card.preprocessing)
+    training = training_images(splits.train, splits, preprocessing, job.config) if job.calibrate else None
+    split = "test" if splits.test and min(splits.test.labels) >= 0 else "val"
+    images, why = _matched(splits, getattr(splits, split), copy.classes)
+    if images is None:
+        return training, None, None, [f"accuracy was not measured: {why}"]
+    return training, ImageDataset(images, preprocessing), split, []
+
+
+def _matched(splits: Splits, images: Images | None, classes: Sequence[str] | None) -> tuple[Images | None, str]:
+    """The images with the copy's numbers for their classes; or none, and why."""
+    if not images:
+        return None, f"{splits.name} has neither test nor validation images with labels"
+    numbers = {name: number for number, name in enumerate(classes or ())}
+    if strange := [name for name in splits.classes if name not in numbers]:
+        few = ", ".join(strange[:3]) + (", ..." if len(strange) > 3 else "")
+        return None, f"{len(strange)} of the {len(splits.classes)} classes of {splits.name} are not the copy's ({few})"
+    return replace(images, labels=tuple(numbers[splits.classes[label]] for label in images.labels)), ""
+
+
+def _as_validated(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The same where accuracy was measured on validation images."""
+    other = {key: value for key, value in metrics.items() if key != "test"}
+    return {**other, "last": {"val_accuracy": metrics["test"]["accuracy"]}, "kept": "last"}

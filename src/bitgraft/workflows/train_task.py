@@ -1,0 +1,285 @@
+"""From a data set to a task file in a store: what `bitgraft train` and the demo both do."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from bitgraft.data.dataset import ImageDataset
+from bitgraft.data.images import Images, Splits
+from bitgraft.data.preprocessing import Augmentation, Preprocessing
+from bitgraft.data.splits import drop_bad, open_data
+from bitgraft.errors import DataError, TrainingError
+from bitgraft.format.archive import content
+from bitgraft.methods import registry
+from bitgraft.network import Network
+from bitgraft.runtime.heads import stated_preprocessing
+from bitgraft.store import Backbone, Store
+from bitgraft.task import Task
+from bitgraft.training import runs
+from bitgraft.training.callbacks import JsonLines, Observer
+from bitgraft.training.config import Config
+from bitgraft.training.evaluation import score
+from bitgraft.training.loop import fit
+
+
+@dataclass(frozen=True)
+class Request:
+    """One task to train."""
+
+    data: str
+    task: str
+    method: str
+    config: Config
+    options: Mapping[str, Any] = field(default_factory=dict)
+    workers: int = 0
+    resume: bool = False
+    overwrite: bool = False
+    skip_bad: bool = False
+    checkpoint_every: float = 60.0
+    """Seconds between checkpoints within an epoch; each epoch ends with one."""
+    root: Path | None = None
+    """Where relative folders of data start."""
+    val_share: float = 0.1
+    """What is held back for validation where the data set has no such split of its own."""
+    both: bool = False
+    """Try the epoch that validation would choose on the test images, too."""
+    borrow: tuple[str, ...] = ()
+    """Tasks of the store whose masks are mixed in."""
+    start: str | None = None
+    """A task of the store to begin as."""
+
+    @property
+    def earlier(self) -> tuple[str, ...]:
+        """The tasks of the store that it names."""
+        return self.borrow if self.start is None else (*self.borrow, self.start)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The data set of a request, and the files that were left out of it with the reasons."""
+
+    splits: Splits
+    skipped: list[tuple[Path, str]]
+
+    @property
+    def tested(self) -> Images | None:
+        """Test images with labels."""
+        test = self.splits.test
+        return test if test and all(label >= 0 for label in test.labels) else None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    task: Task
+    path: Path
+    history: list[dict[str, Any]]
+    test: dict[str, float] | None
+    skipped: list[tuple[Path, str]]
+    best: dict[str, Any] | None = None
+    """The record of the epoch that validation would choose."""
+    best_test: dict[str, float] | None = None
+    """How that epoch does on the test images, where the request asks for both."""
+
+
+def open_store(folder: str | Path, backbone: Backbone | None) -> tuple[Store, Network]:
+    """The store in a folder and its network, begun with `backbone` where there is none yet."""
+    if backbone is None or (Store.exists(folder) and Store(folder).backbone == backbone):
+        store = Store(folder)
+        return store, store.network()
+    net = Network(backbone.build())
+    return Store.create(folder, backbone, net), net
+
+
+def open_request(request: Request) -> Opened:
+    """Find the images, without those that cannot be read where the request says so."""
+    splits = open_data(request.data, seed=request.config.seed, root=request.root, val_share=request.val_share)
+    return Opened(*drop_bad(splits)) if request.skip_bad else Opened(splits, [])
+
+
+def check_free(store: Store, request: Request) -> None:
+    """Refuse to write over a task, or over a run that can go on, unless asked to, and to build on what is not there."""
+    if request.task in request.earlier:
+        raise TrainingError(f"task {request.task!r} cannot build on itself: choose another name for the new one")
+    for earlier in request.earlier:
+        store.archive(earlier)
+    path, folder, name = store.path(request.task), store.run_folder(request.task), request.task
+    if request.resume:
+        if not runs.begun(folder):
+            ended = f", and {path} is the task as it was trained" if path.exists() else ""
+            raise TrainingError(f"there is no run of task {name!r} to resume in {store.folder}{ended}")
+    elif path.exists() and not request.overwrite:
+        raise TrainingError(f"the store has a task {name!r} already: choose another name, or pass --overwrite")
+    elif runs.interrupted(folder) and not request.overwrite:
+        raise TrainingError(
+            f"a run of task {name!r} was interrupted and can go on: pass --resume, or --overwrite to begin anew"
+        )
+    store.check_replaceable(name)
+
+
+def train(
+    store: Store,
+    net: Network,
+    request: Request,
+    *,
+    data: Opened | None = None,
+    observers: Sequence[Observer] = (),
+    accelerator: Accelerator | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Train a task on a data set, try it on the test images, and write its file to the store.
+
+    Under a launcher every process calls this; the main one alone writes. `data` is what `open_request` gives.
+    """
+    accelerator = accelerator or Accelerator()
+    check_free(store, request)
+    data = data or open_request(request)
+    folder, main = store.run_folder(request.task), accelerator.is_main_process
+    with runs.occupied(folder) if main else contextlib.nullcontext():
+        if main:
+            runs.settle(folder, _settings(store, net, request, data), request.resume)
+        accelerator.wait_for_everyone()
+        with one_sentence("; mend or remove it, or pass --skip-bad-images"):
+            return _train(store, net, request, data, observers, accelerator, stop, folder)
+
+
+def _train(
+    store: Store,
+    net: Network,
+    request: Request,
+    data: Opened,
+    observers: Sequence[Observer],
+    accelerator: Accelerator,
+    stop: Callable[[], bool],
+    folder: Path,
+) -> Outcome:
+    config, splits, main = request.config, data.splits, accelerator.is_main_process
+    torch.manual_seed(config.seed)  # dropout and the like
+    preprocessing = preprocessing_for(net, config)
+    _add_task(store, net, request, splits.classes, preprocessing)
+    watching = [JsonLines(folder / runs.METRICS), *observers] if main else list(observers)
+    result = fit(
+        net,
+        request.task,
+        training_images(splits.train, splits, preprocessing, config),
+        ImageDataset(splits.val, preprocessing) if splits.val else None,
+        config,
+        folder=folder,
+        resume=request.resume and runs.interrupted(folder),
+        observers=watching,
+        workers=request.workers,
+        accelerator=accelerator,
+        checkpoint_every=request.checkpoint_every,
+        stop=stop,
+    )
+    task, path = net.tasks[request.task], store.path(request.task)
+    tested = best_tested = None
+    if data.tested:
+        held_out = ImageDataset(data.tested, preprocessing)
+        tested = best_tested = score(net, request.task, held_out, batch=4 * config.batch, workers=request.workers)
+        if request.both and result.best_tasks and result.best != result.history[-1]:
+            with other_values(task, result.best_tasks[request.task]):
+                best_tested = score(net, request.task, held_out, batch=4 * config.batch, workers=request.workers)
+    task.metrics = {**task.metrics, **({"test": tested} if tested else {})}
+    task.freeze()
+    if main:
+        net.save_task(request.task, path)
+        runs.done(folder)
+    accelerator.wait_for_everyone()
+    return Outcome(task, path, result.history, tested, data.skipped, result.best, best_tested)
+
+
+@contextlib.contextmanager
+def other_values(task: Task, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """A task as it was at another time, for as long as it takes to try it."""
+    now = {name: tensor.clone() for name, tensor in task.state_dict().items()}
+    task.load_state_dict(dict(values))
+    try:
+        yield
+    finally:
+        task.load_state_dict(now)
+
+
+def _add_task(
+    store: Store, net: Network, request: Request, classes: Sequence[str], preprocessing: Preprocessing
+) -> None:
+    for earlier in [*_chain(store, request.method), *request.earlier]:
+        if earlier not in net.tasks and earlier != request.task:
+            store.load(net, earlier)
+    if request.task in net.tasks:
+        net.remove_task(request.task)
+    net.add_task(
+        request.task,
+        classes=classes,
+        method=request.method,
+        seed=request.config.seed,
+        preprocessing=preprocessing.to_dict(),
+        borrow=request.borrow,
+        start=request.start,
+        **request.options,
+    )
+
+
+def _settings(store: Store, net: Network, request: Request, data: Opened) -> dict[str, Any]:
+    """What must be the same for a run to go on."""
+    splits = data.splits
+    return {
+        "data": request.data,
+        "backbone": net.fingerprint,
+        "method": request.method,
+        "options": dict(request.options),
+        "borrow": [content(store.archive(name)) for name in request.borrow] or None,
+        "start": content(store.archive(request.start)) if request.start is not None else None,
+        "classes": list(splits.classes),
+        "images": [len(part) if part else 0 for part in (splits.train, splits.val, splits.test)],
+        "config": asdict(request.config),
+    }
+
+
+@contextlib.contextmanager
+def one_sentence(remedy: str = "") -> Iterator[None]:
+    """Faults that came through a loader's worker as a traceback, as one sentence."""
+    try:
+        yield
+    except DataError as fault:
+        said = re.split(r"\bDataError: ", str(fault))[-1].strip().partition("\n")[0]
+        raise DataError(said + remedy if said.startswith("cannot read") else said) from fault
+    except RuntimeError as fault:
+        if "DataLoader worker" in str(fault) and not isinstance(fault, TrainingError):
+            first = str(fault).partition("\n")[0]
+            raise TrainingError(f"a process that loads images ended ({first}): try --workers 0") from fault
+        raise
+
+
+def preprocessing_for(net: Network, config: Config) -> Preprocessing:
+    """The backbone's own, at the size that the settings ask for."""
+    stated = Preprocessing.from_dict(stated_preprocessing(net.backbone))
+    if config.squash:
+        stated = replace(stated, crop="squash")
+    if config.size is None and config.resize is None:
+        return stated
+    return stated.at(config.size or stated.size, config.resize)
+
+
+def training_images(images: Images, splits: Splits, preprocessing: Preprocessing, config: Config) -> ImageDataset:
+    """Images of a data set as training sees them; mirrored as the settings say, or else as the data set allows."""
+    flip = splits.flip if config.flip is None else config.flip
+    return ImageDataset(images, preprocessing, Augmentation(flip=flip, crop=config.crop), config.seed)
+
+
+def _chain(store: Store, method: str) -> list[str]:
+    """Tasks that a further one of a leaning method builds on, the earliest first."""
+    if not registry.get(method).leans:
+        return []
+    cards = {name: store.archive(name).card for name in store.names()}
+    chain = [name for name, card in cards.items() if card.method == method]
+    return sorted(chain, key=lambda name: _depth(name, cards))
+
+
+def _depth(name: str, cards: Mapping[str, Any]) -> int:
+    return 1 + max((_depth(earlier, cards) for earlier in cards[name].leans_on), default=0)

@@ -1,0 +1,265 @@
+"""Backbones work as they are: each is read, learns a task, runs it, and keeps it in a file and as a plain module."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from tiny import batch, learn, run, scores, settled
+from torch import nn
+from transformers import (
+    ConvNextV2Config,
+    ConvNextV2ForImageClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
+    SwinConfig,
+    SwinForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from bitgraft import Network, resnet26, wide_resnet
+from bitgraft.transforms.masked import Masked
+
+
+def vit():
+    return ViTForImageClassification(
+        ViTConfig(
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            image_size=32,
+            patch_size=8,
+        )
+    )
+
+
+def swin():
+    return SwinForImageClassification(
+        SwinConfig(image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4)
+    )
+
+
+def one_dimension():
+    return nn.Sequential(
+        nn.Conv1d(2, 4, 3, bias=False),
+        nn.BatchNorm1d(4),
+        nn.ReLU(),
+        nn.ConvTranspose1d(4, 6, 3, groups=2),
+        nn.GroupNorm(3, 6),
+        nn.AdaptiveAvgPool1d(1),
+        nn.Flatten(),
+        nn.Linear(6, 3),
+    )
+
+
+def two_dimensions():
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, groups=3),
+        nn.InstanceNorm2d(6, affine=True, track_running_stats=True),
+        nn.ReLU(inplace=True),
+        nn.ConvTranspose2d(6, 4, 2, stride=2, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(4, 4, 3, groups=4),
+        nn.ReLU(inplace=True),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Conv2d(4, 5, 1),
+        nn.Flatten(),
+    )
+
+
+def three_dimensions():
+    return nn.Sequential(
+        nn.Conv3d(2, 4, 3, groups=2, bias=False),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.ConvTranspose3d(4, 6, 3),
+        nn.InstanceNorm3d(6, affine=True),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool3d(1),
+        nn.Flatten(),
+        nn.LayerNorm(6),
+        nn.Linear(6, 3),
+    )
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(5, 8, bias=False), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 3))
+
+
+class Attention(nn.Module):
+    """Fused and separate projections, once in torch's encoder layer and once bare."""
+
+    input_size = (5, 6)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+        self.attention = nn.MultiheadAttention(6, 2, kdim=4, vdim=4, batch_first=True)
+        self.fc = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.encoder(x)
+        return self.fc(self.attention(x, x[..., :4], x[..., :4])[0].mean(1))
+
+
+BACKBONES = {
+    "resnet50": (lambda: timm.create_model("resnet50"), (3, 32, 32)),
+    "densenet121": (lambda: timm.create_model("densenet121"), (3, 32, 32)),
+    "efficientnet": (lambda: timm.create_model("tf_efficientnet_lite0"), (3, 32, 32)),
+    "mobilenet": (lambda: timm.create_model("mobilenetv3_large_100"), (3, 32, 32)),
+    "convnext": (lambda: timm.create_model("convnext_atto"), (3, 32, 32)),
+    "vit": (lambda: timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3), (3, 32, 32)),
+    "transformers-vit": (vit, (3, 32, 32)),
+    "transformers-resnet": (
+        lambda: ResNetForImageClassification(ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])),
+        (3, 32, 32),
+    ),
+    "transformers-convnext": (
+        lambda: ConvNextV2ForImageClassification(
+            ConvNextV2Config(hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], image_size=32)
+        ),
+        (3, 32, 32),
+    ),
+    "transformers-swin": (swin, (3, 32, 32)),
+    "wide-resnet": (lambda: wide_resnet(10, 1, 10), (3, 32, 32)),
+    "resnet26": (lambda: resnet26(10, 0.25), (3, 32, 32)),
+    "one-dimension": (one_dimension, (2, 20)),
+    "two-dimensions": (two_dimensions, (3, 8, 8)),
+    "three-dimensions": (three_dimensions, (2, 6, 6, 6)),
+    "perceptron": (perceptron, (5,)),
+    "attention": (Attention, (5, 6)),
+}
+
+
+def build(name):
+    make, shape = BACKBONES[name]
+    torch.manual_seed(0)
+    return settled(make()).eval(), batch(4, *shape)
+
+
+@torch.no_grad()
+def by_hand(backbone, task):
+    """The backbone with each weight replaced by equation (2), term by term, in float64."""
+    plain = copy.deepcopy(backbone)
+    for name, transform in task.transforms.items():
+        assert isinstance(transform, Masked)
+        w, m = plain.get_parameter(name).double(), transform.mask().double()
+        k0, k1, k2, k3 = transform.values().double()
+        place(plain, name, k0 * w + k1 + k2 * m + k3 * w * m)
+    for name, tensor in task.owned.items():
+        place(plain, name, tensor)
+    return plain
+
+
+def place(module, name, tensor):
+    path, _, attribute = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if attribute in owner._parameters:
+        owner._parameters[attribute] = nn.Parameter(tensor.float())
+    else:
+        owner._buffers[attribute] = tensor.clone()
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_a_backbone_takes_a_task(name, tmp_path):
+    backbone, images = build(name)
+    net = Network(backbone)
+    assert torch.equal(run(net, images), run(backbone, images))
+
+    task = net.add_task("t", classes=5, method="full")
+    learn(net, "t", images, steps=2, rate=1e-5)
+    lost = [n for n, p in task.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+    assert not lost
+    still = {n for n, p in task.named_parameters() if not p.grad.any()}
+    assert {n for n in still if not n.endswith(".shift")} == set()  # k1 is nothing before or behind a layer norm
+    assert len(still) < len(task.transforms)
+
+    result = run(net, images, task="t")
+    assert result.shape == (4, 5)
+    torch.testing.assert_close(result, run(by_hand(backbone, task), images), rtol=1e-3, atol=1e-4)
+
+    net.save_task("t", tmp_path / "t.safetensors")
+    net.load_task(tmp_path / "t.safetensors", name="again")
+    assert torch.equal(run(net, images, task="again"), result)
+    assert torch.equal(run(net.export("t"), images), result)
+    assert torch.equal(run(net, images), run(backbone, images))
+
+
+@pytest.mark.parametrize("method", ["finetune", "adapters-parallel", "adapters-series", "lora", "dan", "packnet"])
+@pytest.mark.parametrize("name", ["one-dimension", "two-dimensions", "three-dimensions", "perceptron", "attention"])
+def test_every_kind_of_layer_takes_every_kind_of_transform(name, method, tmp_path):
+    backbone, images = build(name)
+    net = Network(backbone)
+    task = net.add_task("t", classes=5, method=method)
+    learn(net, "t", images, steps=2, rate=0.01)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in task.parameters())
+    result = run(net, images, task="t")
+    net.save_task("t", tmp_path / "t.safetensors")
+    net.load_task(tmp_path / "t.safetensors", name="again")
+    assert torch.equal(run(net, images, task="again"), result)
+    assert torch.equal(run(net.export("t"), images), result)
+
+
+def test_transformers_keep_their_output_their_loss_and_their_labels():
+    backbone, images = build("transformers-vit")
+    net = Network(backbone)
+    net.add_task("t", classes=["cat", "dog", "eel"])
+    labels = torch.tensor([0, 1, 2, 0])
+    output = net(images, task="t", labels=labels)
+    torch.testing.assert_close(output.loss, nn.functional.cross_entropy(output.logits, labels))
+    plain = net.export("t")
+    assert (plain.config.num_labels, plain.num_labels, plain.classifier.out_features) == (3, 3, 3)
+    assert backbone.config.num_labels == 2
+    assert scores(plain(images)).shape == (4, 3)
+
+
+class Recurrent(nn.Module):
+    input_size = (5, 6)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 8, batch_first=True)
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.fc(self.lstm(x)[0].mean(1))
+
+
+@pytest.mark.parametrize(("method", "options"), [("finetune", {}), ("full", {"transform": "*.weight_*"})])
+def test_a_recurrent_layer_runs_with_the_tasks_weights(method, options):
+    torch.manual_seed(0)
+    backbone, images = Recurrent(), batch(4, 5, 6)
+    net = Network(backbone, **options)
+    task = net.add_task("t", classes=3, method=method)
+    learn(net, "t", images, rate=1.0)
+    assert all(p.grad is not None and p.grad.any() for p in task.parameters())
+    plain = net.export("t")
+    assert torch.equal(run(net, images, task="t"), run(plain, images))
+    plain.lstm.load_state_dict(backbone.lstm.state_dict())
+    assert not torch.equal(run(net, images, task="t"), run(plain, images))
+
+
+def test_a_wide_resnets_depth_must_fit():
+    with pytest.raises(ValueError, match=r"6 n \+ 4.*not 27"):
+        wide_resnet(27)
+
+
+@pytest.mark.parametrize("make", [lambda: wide_resnet(10, 1, 0), lambda: resnet26(0, 0.25)])
+def test_our_networks_give_features_without_a_head(make):
+    net = Network(make())
+    assert (net.anatomy.head, net.anatomy.head_known) == (None, True)
+    assert run(net, batch(2, 3, 32, 32)).shape == (2, net.anatomy.features)
+
+
+def test_our_networks_are_as_deep_and_wide_as_published():
+    with torch.device("meta"):
+        wide, narrow = wide_resnet(28, 4), resnet26()
+    kernels = [m.kernel_size for m in wide.modules() if isinstance(m, nn.Conv2d)]
+    assert (kernels.count((3, 3)), kernels.count((1, 1))) == (25, 3)
+    assert [wide.conv1.out_channels, *(stage[-1].conv2.out_channels for stage in wide.stages)] == [16, 64, 128, 256]
+    assert sum(isinstance(m, nn.Conv2d) for m in narrow.modules()) == 25
+    assert [narrow.conv1.out_channels, *(s[-1].conv2.out_channels for s in narrow.stages)] == [32, 64, 128, 256]
+    assert wide.fc.out_features == narrow.fc.out_features == 1000

@@ -1,0 +1,220 @@
+"""`bitgraft eval`, `predict`, `tasks`, `export` and `demo` as a user meets them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from images import NET, bitgraft, exit_code, furnish, photos
+from safetensors.torch import load_file
+
+from bitgraft.data.preprocessing import Preprocessing, evaluation_tensor
+from bitgraft.store import Store
+
+SHOT = "photos/test/red/0.png"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with images, a network and a store of two tasks."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        furnish(folder, patch)
+        common = ["train", "photos", "--backbone", NET, "--size", "16", "--batch", "8", "--epochs", "3"]
+        for more in (["--task", "colours", "--method", "finetune"], ["--task", "hues", "--no-flip"]):
+            assert exit_code(patch, *common, *more) == 0
+    return folder
+
+
+@pytest.fixture
+def run(trained, monkeypatch, capsys):
+    monkeypatch.chdir(trained)
+    return lambda *args: bitgraft(capsys, monkeypatch, *args)
+
+
+def answer(path: str, task: str) -> list[float]:
+    store = Store("bitgraft-store")
+    net = store.network()
+    held = store.load(net, task)
+    image = evaluation_tensor(Path(path), Preprocessing.from_dict(held.card.preprocessing))
+    with torch.no_grad():
+        return net.eval()(image[None], task=task).softmax(1)[0].tolist()
+
+
+def test_eval_agrees_with_what_training_measured(run):
+    code, out, err = run("eval", "photos", "--task", "colours", "--by-class", "--json")
+    report = json.loads(out)
+    assert (code, err) == (0, "")
+    assert report["images"] == 9
+    assert [row["class"] for row in report["by_class"]] == ["blue", "green", "red"]
+    assert sum(row["correct"] for row in report["by_class"]) == report["correct"]
+    tasks = json.loads(run("tasks", "--json")[1])["tasks"]
+    assert report["accuracy"] == pytest.approx(tasks[0]["accuracy"])
+    code, out, _ = run("eval", "photos", "--task", "colours", "--split", "val", "--workers", "1")
+    assert "of 9 val images are right" in out
+
+
+def test_eval_matches_classes_by_name(run, trained, tmp_path):
+    """Of some of the task's classes, in whatever place they have in the data."""
+    photos(tmp_path / "fewer", classes=("green", "red"))
+    report = json.loads(run("eval", str(tmp_path / "fewer"), "--task", "colours", "--by-class", "--json")[1])
+    assert [row["class"] for row in report["by_class"]] == ["green", "red"]
+    for part in ("train", "val", "test"):
+        (tmp_path / "fewer" / part / "green").rename(tmp_path / "fewer" / part / "olive")
+    code, _, err = run("eval", str(tmp_path / "fewer"), "--task", "colours")
+    assert code == 1
+    assert "1 of the 2 classes in the data are not task 'colours''s: olive; it knows blue, green, red" in err
+
+
+def test_eval_without_such_images(run, tmp_path):
+    photos(tmp_path / "flat", test=0)
+    for name in ("blue", "green", "red"):
+        (tmp_path / "flat/test" / name).rmdir()
+    (tmp_path / "flat/test").rmdir()
+    code, _, err = run("eval", str(tmp_path / "flat"), "--task", "colours")
+    assert code == 1
+    assert "has no test images: choose --split train, --split val" in err
+
+
+def test_eval_names_an_unreadable_image(run, tmp_path):
+    folder = photos(tmp_path / "bad")
+    (folder / "test/red/1.png").write_bytes(b"")
+    for workers in ("0", "1"):
+        code, _, err = run("eval", str(folder), "--task", "colours", "--workers", workers)
+        assert code == 1
+        assert err.count("\n") == 1
+        assert "test/red/1.png" in err
+
+
+def test_predict_gives_what_the_network_gives(run):
+    code, out, err = run("predict", SHOT, "--task", "colours", "--json", "--top", "2")
+    assert (code, err) == (0, "")
+    ((image, best),) = [(row["image"], row["tasks"]["colours"]) for row in json.loads(out)]
+    expected = answer(SHOT, "colours")
+    assert image == SHOT
+    assert len(best) == 2
+    assert best[0]["probability"] == pytest.approx(max(expected), abs=1e-6)
+    assert best[0]["class"] == ("blue", "green", "red")[expected.index(max(expected))]
+
+
+def test_predict_folders_and_tasks(run):
+    code, out, _ = run("predict", "photos/test", SHOT, "--all-tasks", "--json")
+    rows = json.loads(out)
+    assert code == 0
+    assert len(rows) == 9
+    assert all(set(row["tasks"]) == {"colours", "hues"} for row in rows)
+    lines = run("predict", SHOT, "--task", "hues", "--task", "original", "--top", "1")[1].splitlines()
+    assert [line.split()[:-3] for line in lines[2:]] == [[SHOT, "hues"], ["original"]]
+
+
+def test_predict_answers_the_rest_when_one_cannot_be_read(run, tmp_path):
+    (tmp_path / "bad.jpg").write_bytes(b"nonsense")
+    code, out, err = run("predict", str(tmp_path / "bad.jpg"), SHOT, "nowhere.png", "--task", "colours")
+    assert code == 1
+    assert SHOT in out
+    assert "bad.jpg" not in out
+    assert [line.partition(":")[0] for line in err.splitlines()] == ["error", "error"]
+    assert "bad.jpg" in err
+    assert "nowhere.png: there is no such file" in err
+    rows = json.loads(run("predict", str(tmp_path / "bad.jpg"), SHOT, "--task", "colours", "--json")[1])
+    assert ["error" in row for row in rows] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        (("predict", SHOT), 2, "say --task NAME or --all-tasks; the store has colours, hues"),
+        (("predict", SHOT, "--task", "hues", "--all-tasks"), 2, "exclude one another"),
+        (("predict", SHOT, "--task", "shapes"), 1, "has no task 'shapes'; it has colours, hues"),
+        (("predict", SHOT, "--task", "hues", "--top", "0"), 2, "top"),
+        (("predict", SHOT, "--task", "hues", "--store", "nowhere"), 1, "there is no store at nowhere"),
+        (("eval", "photos", "--task", "shapes"), 1, "has no task 'shapes'"),
+        (("eval", "photos"), 2, "--task"),
+        (("tasks", "--store", "nowhere"), 1, "there is no store at nowhere"),
+        (("export", "--task", "shapes"), 1, "has no task 'shapes'"),
+        (("export", "--task", "hues", "--output", "own_net.py"), 1, "is there already"),
+    ],
+)
+def test_a_wrong_command_is_one_sentence(run, args, code, said):
+    left, out, err = run(*args)
+    assert (left, out) == (code, "")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_tasks_lists_what_is_there_and_what_is_broken(run, trained):
+    code, out, _ = run("tasks")
+    assert code == 0
+    assert "3 separate networks, the backbone's own among them" in out
+    rows = {row["name"]: row for row in json.loads(run("tasks", "--json")[1])["tasks"]}
+    assert rows["hues"]["method"] == "full"
+    assert rows["hues"]["classes"] == 3
+    assert rows["colours"]["bits_per_weight"] > 32
+    broken = trained / "bitgraft-store/broken.safetensors"
+    broken.write_bytes(b"nonsense")
+    try:
+        code, out, _ = run("tasks")
+        assert code == 0
+        assert "broken is broken:" in out
+        assert "hues" in out
+        assert "error" in json.loads(run("tasks", "--json")[1])["tasks"][0]
+    finally:
+        broken.unlink()
+
+
+def test_export_loads_without_bitgraft(run, tmp_path):
+    path = tmp_path / "plain.safetensors"
+    code, out, _ = run("export", "--task", "hues", "--output", str(path))
+    assert code == 0
+    assert "To load it:" in out
+    from own_net import build
+
+    model = build(num_classes=3).eval()
+    model.load_state_dict(load_file(path))
+    store = Store("bitgraft-store")
+    held = store.load(store.network(), "hues")
+    image = evaluation_tensor(Path(SHOT), Preprocessing.from_dict(held.card.preprocessing))
+    with torch.no_grad():
+        assert model(image[None]).softmax(1)[0].tolist() == pytest.approx(answer(SHOT, "hues"), abs=1e-6)
+
+
+def test_export_says_what_to_type_for_timm(run, tmp_path):
+    import timm
+
+    from bitgraft.network import Network
+    from bitgraft.store import Backbone
+
+    backbone = Backbone("test_resnet", pretrained=False)
+    net = Network(backbone.build())
+    store = Store.create(tmp_path / "store", backbone, net)
+    for name, method in (("a", "full"), ("b", "adapters-series")):
+        net.add_task(name, classes=4, method=method)
+        net.tasks[name].freeze()
+        net.save_task(name, store.path(name))
+    path = tmp_path / "a.safetensors"
+    out = run("export", "--task", "a", "--store", str(store.folder), "--output", str(path))[1]
+    line = next(line for line in out.splitlines() if "create_model" in line)
+    found: dict = {"timm": timm}
+    exec(line.strip(), found)
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.allclose(found["model"].eval()(images), net.eval()(images, task="a"), atol=1e-5)
+    out = run("export", "--task", "b", "--store", str(store.folder), "--output", str(tmp_path / "b.safetensors"))[1]
+    assert "adds layers of its own" in out
+
+
+def test_demo_goes_to_the_demo(run, monkeypatch):
+    import bitgraft.paper.demo
+
+    asked = []
+    monkeypatch.setattr(bitgraft.paper.demo, "run", lambda folder, console: asked.append(folder))
+    assert run("demo", "--folder", "somewhere")[0] == 0
+    assert asked == [Path("somewhere")]
+
+
+def test_the_shell_completes_names_of_tasks(run):
+    from bitgraft.cli.names import complete_tasks
+
+    context = type("Context", (), {"params": {"store": "bitgraft-store"}})
+    assert complete_tasks(context, "") == ["colours", "hues"]
+    assert complete_tasks(context, "h") == ["hues"]

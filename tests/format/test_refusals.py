@@ -1,0 +1,599 @@
+"""A file that is not whole, not ours or not meant for this network is refused, and nothing is changed by trying."""
+
+import contextlib
+import json
+import math
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import bitgraft
+from bitgraft.errors import (
+    ArchiveError,
+    ClassesError,
+    CorruptError,
+    MissingTaskError,
+    NewerFormatError,
+    TaskError,
+    UnsafeNameError,
+    WrongBackboneError,
+)
+from bitgraft.format import archive, restore
+
+torch.set_num_threads(1)
+Entry = tuple[str, list[int], bytes]
+GOLDEN = (Path(__file__).parents[1] / "golden" / "format-1.safetensors").read_bytes()
+UNSAFE = ["../up", "a/b", "/etc/passwd", "..", ".hidden", "", "a\\b", "a\0b", "nul\n", "ü", "x" * 101, "-rf", "a b", 7]
+LATER = "f" * 64
+
+
+def backbone(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        layers = [nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 4)]
+        return nn.Sequential(*layers).eval()
+
+
+def network(seed: int = 0) -> bitgraft.Network:
+    return bitgraft.Network(backbone(seed), example=(2, 3, 8, 8))
+
+
+def saved(method: str = "full", head: Any = "auto", **options: Any) -> bytes:
+    net = network()
+    task = net.add_task("t", classes=None if head in ("keep", None) else 3, method=method, head=head, **options)
+    return archive.to_bytes(archive.pack_task(task, net.fingerprint))
+
+
+class Draft:
+    """A file taken apart, to be changed and put together again under a right checksum, by whatever rules it breaks."""
+
+    def __init__(self, data: bytes) -> None:
+        (size,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + size])
+        self.about: dict[str, Any] = json.loads(header.pop("__metadata__")["bitgraft"])
+        self.beside: dict[str, str] = {}
+        self.tensors: dict[str, Entry] = {}
+        for name, entry in header.items():
+            start, end = (8 + size + offset for offset in entry["data_offsets"])
+            self.tensors[name] = (entry["dtype"], entry["shape"], data[start:end])
+
+    def header(self) -> dict[str, Any]:
+        text = json.dumps({**self.about, "checksum": "0" * 32}, sort_keys=True, separators=(",", ":"))
+        header: dict[str, Any] = {"__metadata__": {"bitgraft": text, **self.beside}}
+        at = 0
+        for name, (dtype, shape, data) in self.tensors.items():
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
+            at += len(data)
+        return header
+
+    def build(self, header: bytes | None = None, tail: bytes = b"") -> bytes:
+        top = json.dumps(self.header()).encode() if header is None else header
+        body = b"".join(data for _, _, data in self.tensors.values()) + tail
+        blank = struct.pack("<Q", len(top)) + top + body
+        marker = b'\\"checksum\\":\\"'
+        start = blank.index(marker) + len(marker)
+        return blank[:start] + xxhash.xxh3_128(blank).hexdigest().encode() + blank[start + 32 :]
+
+
+def crafted(edit: Callable[[Draft], Any], method: str = "full", head: Any = "auto", **options: Any) -> bytes:
+    draft = Draft(saved(method, head, **options))
+    edit(draft)
+    return draft.build()
+
+
+def refuse(data: bytes, error: type[Exception], match: str, folder: Path, **loading: Any) -> None:
+    """Loading is refused with that sentence, and neither the network nor its backbone is changed."""
+    net = network()
+    net.add_task("other", classes=2)
+    before, state = net.fingerprint, {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    (folder / "file").write_bytes(data)
+    with pytest.raises(error, match=match) as caught:
+        net.load_task(folder / "file", **loading)
+    assert caught.type is error, "its own class, not a relative"
+    assert list(net.tasks) == ["other"]
+    assert net.anatomy.fingerprint() == before
+    assert all(torch.equal(tensor, state[name]) for name, tensor in net.state_dict().items())
+
+
+def put(name: str, value: Any) -> Callable[[Draft], None]:
+    return lambda draft: draft.about.__setitem__(name, value)
+
+
+def option(name: str, value: Any) -> Callable[[Draft], None]:
+    return lambda draft: draft.about["options"].__setitem__(name, value)
+
+
+def tensor(name: str, dtype: str, shape: list[int], data: bytes | None = None) -> Callable[[Draft], None]:
+    width = {"U8": 1, "BOOL": 1, "BF16": 2, "F16": 2, "F32": 4, "I32": 4, "F64": 8, "I64": 8}[dtype]
+    filled = bytes(width * math.prod(shape)) if data is None else data
+    return lambda draft: draft.tensors.__setitem__(name, (dtype, shape, filled))
+
+
+def stated(name: str, shape: list[int], *parts: str) -> Callable[[Draft], None]:
+    """One weight more, with its shape and as many bits as that takes."""
+
+    def edit(draft: Draft) -> None:
+        draft.about["shapes"][name] = shape
+        for part in parts:
+            tensor(f"{name}:{part}", "U8", [-(-math.prod(shape) // 8)])(draft)
+
+    return edit
+
+
+def drop(*names: str) -> Callable[[Draft], None]:
+    return lambda draft: [draft.tensors.pop(name) for name in names]
+
+
+def test_a_crafted_file_without_a_fault_is_accepted(tmp_path: Path) -> None:
+    net = network()
+    (tmp_path / "file").write_bytes(crafted(lambda draft: None))
+    net.load_task(tmp_path / "file")
+    assert list(net.tasks) == ["t"]
+
+
+def test_a_wrong_backbone(tmp_path: Path) -> None:
+    net = network(seed=1)
+    (tmp_path / "file").write_bytes(saved())
+    with pytest.raises(WrongBackboneError, match="belongs to a backbone with fingerprint"):
+        net.load_task(tmp_path / "file")
+    assert not net.tasks
+    refuse(crafted(put("backbone", "0" * 64)), WrongBackboneError, "belongs to a backbone with", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (b"", "file is empty"),
+        (b"\x01", "truncated, or not a task file"),
+        (b"1234567", "truncated, or not a task file"),
+        (struct.pack("<Q", 2**63), "header would take 9223372036854775808 of 8 bytes"),
+        (struct.pack("<Q", 50) + b"{}", "header would take 50 of 10 bytes"),
+        (struct.pack("<Q", 0), "not a task file"),
+        (b"PK\x03\x04" + bytes(200), "truncated, or not a task file"),
+        (b"{" * 300, "truncated, or not a task file"),
+        (struct.pack("<Q", 4) + b"\xff\xfe\xff\xfe", "damaged, or not a task file"),
+        (struct.pack("<Q", 2) + b"{}", "no entry 'bitgraft'"),
+        (struct.pack("<Q", 2) + b"[]", "damaged, or not a task file"),
+        (struct.pack("<Q", 4) + b"null", "damaged, or not a task file"),
+        (safetensors.torch.save({"a": torch.zeros(3)}), "no entry 'bitgraft'"),
+        (safetensors.torch.save({"a": torch.zeros(3)}, {"format": "pt"}), "no entry 'bitgraft'"),
+        (safetensors.torch.save({"a": torch.zeros(3)}, {"bitgraft": "[]"}), "no entry 'bitgraft'"),
+        (safetensors.torch.save({"a": torch.zeros(3)}, {"bitgraft": "{}"}), "states no format"),
+        (safetensors.torch.save({"a": torch.zeros(3)}, {"bitgraft": "{"}), "damaged, or not a task file"),
+        (safetensors.torch.save({"a": torch.zeros(3)}, {"bitgraft": '{"format":1}'}), "not match its checksum"),
+        (safetensors.torch.save({"a": torch.zeros(3)}, {"bitgraft": '{"format":1,"format":1}'}), "key comes twice"),
+        (safetensors.torch.save({"a": torch.zeros(3)}, {"bitgraft": '{"format":NaN}'}), "NaN is no number"),
+        (safetensors.torch.save({"a": torch.zeros(3)}, {"bitgraft": '{"format":1e999}'}), "1e999 is no number"),
+        (safetensors.torch.save({"a": torch.zeros(3)}, {"bitgraft": "[" * 100_000}), "damaged, or not a task file"),
+        (struct.pack("<Q", 100_000) + b"[" * 100_000, "damaged, or not a task file"),
+    ],
+)
+def test_files_that_are_no_task_files(data: bytes, match: str, tmp_path: Path) -> None:
+    refuse(data, CorruptError, match, tmp_path)
+
+
+def test_what_is_no_file_at_all(tmp_path: Path) -> None:
+    net = network()
+    for path, match in [
+        (tmp_path / "missing", "cannot read .*missing: No such file"),
+        (tmp_path / "no" / "where", "cannot read .*where: there is no folder .*no"),
+        (tmp_path, "it is a folder"),
+        ("/dev/zero", "it is a device or a pipe"),
+        ("nul\0byte", "cannot read"),
+    ]:
+        with pytest.raises(ArchiveError, match=match):
+            net.load_task(path)
+    assert not net.tasks
+
+
+def test_a_file_cut_at_any_length_says_that_it_is_truncated(tmp_path: Path) -> None:
+    (size,) = struct.unpack("<Q", GOLDEN[:8])
+    for length in range(len(GOLDEN)):
+        with pytest.raises(CorruptError, match="empty" if length == 0 else "truncated"):
+            archive.from_bytes(GOLDEN[:length])
+    assert len(GOLDEN) > 8 + size > 1000, "the cuts went through length, header and tensors"
+    refuse(saved()[:-1], CorruptError, "truncated: .* bytes are here", tmp_path)
+
+
+def test_every_bit_counts() -> None:
+    for index in range(len(GOLDEN)):
+        for bit in range(8):
+            changed = bytearray(GOLDEN)
+            changed[index] ^= 1 << bit
+            with pytest.raises(ArchiveError):
+                archive.from_bytes(bytes(changed))
+
+
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(st.data())
+def test_flipped_cut_and_inserted_bytes_are_refused(data: st.DataObject) -> None:
+    changed = bytearray(GOLDEN)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(changed)))
+        edit = data.draw(st.sampled_from(["flip", "cut", "insert", "remove", "repeat"]))
+        if edit == "flip" and at < len(changed):
+            changed[at] ^= data.draw(st.integers(1, 255))
+        elif edit == "cut":
+            del changed[at:]
+        elif edit == "insert":
+            changed[at:at] = data.draw(st.binary(min_size=1, max_size=20))
+        elif edit == "remove":
+            del changed[at : at + data.draw(st.integers(1, 20))]
+        elif edit == "repeat":
+            changed[at:at] = changed[: data.draw(st.integers(1, 50))]
+    if bytes(changed) != GOLDEN:
+        with pytest.raises(ArchiveError):
+            archive.from_bytes(bytes(changed))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(CorruptError):
+        archive.from_bytes(data)
+
+
+def test_a_newer_format(tmp_path: Path) -> None:
+    refuse(crafted(put("format", 2)), NewerFormatError, "task format 2, .* reads up to 1; install a newer", tmp_path)
+    refuse(crafted(lambda d: d.about.update(format=9, new={})), NewerFormatError, "task format 9", tmp_path)
+    for wrong in (0, -1, True, 1.0, "1", None, [1]):
+        refuse(crafted(put("format", wrong)), CorruptError, "states no format", tmp_path)
+
+
+@pytest.mark.parametrize("name", UNSAFE)
+def test_an_unsafe_name(name: Any, tmp_path: Path) -> None:
+    refuse(crafted(put("name", name)), UnsafeNameError, "cannot be a task's name", tmp_path)
+    if isinstance(name, str):
+        leaning = put("leans_on", {name: LATER})
+        refuse(crafted(leaning, "packnet"), UnsafeNameError, "cannot be a task's name", tmp_path)
+        refuse(saved(), UnsafeNameError, "cannot be a task's name", tmp_path, name=name)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_name_that_is_taken(tmp_path: Path) -> None:
+    refuse(crafted(put("name", "other")), TaskError, "there is a task 'other' already", tmp_path)
+    refuse(crafted(put("name", "original")), TaskError, "there is a task 'original' already", tmp_path)
+    refuse(saved(), TaskError, "there is a task 'other' already", tmp_path, name="other")
+
+
+@pytest.mark.parametrize(
+    "classes",
+    [
+        2,
+        4,
+        ["a", "b"],
+        ["a", "a", "b"],
+        [],
+        0,
+        -3,
+        True,
+        None,
+        3.0,
+        "abc",
+        {"a": 0},
+        [1, 2, 3],
+        [["a"]],
+        1 << 21,
+        10**30,
+    ],
+)
+def test_classes_that_do_not_fit_the_head(classes: Any, tmp_path: Path) -> None:
+    refuse(crafted(put("classes", classes)), ClassesError, "classes", tmp_path)
+
+
+def test_a_number_of_classes_is_bounded_where_no_head_bounds_it() -> None:
+    most = archive.from_bytes(crafted(put("classes", 2**20), head="keep"))
+    assert len(most.card.classes or ()) == 2**20
+    with pytest.raises(ClassesError, match="its classes, 1048577, are"):
+        archive.from_bytes(crafted(put("classes", 2**20 + 1), head="keep"))
+
+
+def test_classes_and_kinds_of_head_that_do_not_go_together(tmp_path: Path) -> None:
+    refuse(crafted(put("classes", 3), head=None), ClassesError, "head of kind 'none'", tmp_path)
+    refuse(crafted(put("head", "none")), ClassesError, "head of kind 'none'", tmp_path)
+    refuse(crafted(put("head", "keep")), CorruptError, "no head that takes them", tmp_path)
+    refuse(crafted(put("head", "linear")), CorruptError, "no head that takes them", tmp_path)
+    refuse(crafted(put("head", "module")), CorruptError, "no head that takes them", tmp_path)
+    claimed = crafted(lambda draft: draft.about.update(head="classes", classes=3), head="keep")
+    refuse(claimed, CorruptError, r"should have \['4.bias', '4.weight'\]", tmp_path)
+    refuse(crafted(tensor("head:weight", "F32", [3, 5])), CorruptError, "tensors of a head", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("edit", "error", "match"),
+    [
+        (drop("0.weight:mask"), CorruptError, "parts should be"),
+        (drop("0.weight:k"), CorruptError, "parts should be"),
+        (drop("1.weight"), CorruptError, "lacks '1.weight'"),
+        (drop("1.running_var"), CorruptError, "lacks '1.running_var'"),
+        (drop("4.weight"), CorruptError, "should have .*'4.weight'"),
+        (drop("4.bias"), CorruptError, "should have .*'4.bias'"),
+        (drop("4.bias", "4.weight"), CorruptError, "should have .*'4.bias'"),
+        (tensor("0.weight", "F32", [5, 3, 3, 3]), CorruptError, "leaves alone"),
+        (tensor("0.bias", "F32", [5]), CorruptError, "leaves alone"),
+        (tensor("1.num_batches_tracked", "I64", []), CorruptError, "num_batches_tracked"),
+        (tensor("0.weight:extra", "F32", [1]), CorruptError, "parts should be"),
+        (tensor("0.weight:", "F32", [1]), CorruptError, "parts should be"),
+        (stated("0.bias", [5], "mask"), WrongBackboneError, "'0.bias', which is no weight"),
+        (
+            stated("1.running_mean", [5], "mask"),
+            WrongBackboneError,
+            "which is no weight",
+        ),
+        (
+            stated("9.weight", [2, 4], "mask"),
+            WrongBackboneError,
+            "'9.weight', which is no weight",
+        ),
+        (stated("", [8], "mask"), WrongBackboneError, "'', which is no weight"),
+        (tensor("9.weight", "F32", [1]), WrongBackboneError, "does not have"),
+        (tensor("../../etc/passwd", "F32", [1]), WrongBackboneError, "does not have"),
+        (tensor("__class__.weight", "F32", [1]), WrongBackboneError, "does not have"),
+        (tensor("0.weight:mask", "U8", [16]), CorruptError, "should have 17 bytes"),
+        (tensor("0.weight:mask", "U8", [17, 1]), CorruptError, "should have 17 bytes"),
+        (tensor("0.weight:mask", "U8", [0]), CorruptError, "should have 17 bytes"),
+        (tensor("0.weight:k", "F32", [3]), CorruptError, "parts should be"),
+        (tensor("0.weight:k", "F32", [4, 5]), CorruptError, "parts should be"),
+        (tensor("1.weight", "F32", [6]), WrongBackboneError, "of shape .6,., the backbone takes .5,."),
+        (tensor("1.weight", "F32", []), WrongBackboneError, "of shape"),
+        (tensor("4.weight", "F32", [3, 6]), WrongBackboneError, "of shape .3, 6., the backbone takes .3, 5."),
+        (tensor("4.weight", "F32", [15]), ClassesError, "lists 3 classes, but its head has 15 outputs"),
+        (tensor("4.weight", "F32", []), ClassesError, "lists 3 classes"),
+        (tensor("4.bias", "F32", [4]), ClassesError, "lists 3 classes, but its head has 4 outputs"),
+        (tensor("4.bias", "F32", [3, 1]), WrongBackboneError, "of shape"),
+        (tensor("0.weight:mask", "F32", [17]), CorruptError, "float32, where torch.uint8 belongs"),
+        (tensor("0.weight:mask", "BOOL", [17]), CorruptError, "bool, where torch.uint8 belongs"),
+        (tensor("0.weight:k", "I32", [4]), CorruptError, "int32, where torch.float32 belongs"),
+        (tensor("0.weight:k", "F64", [4]), CorruptError, "float64, where torch.float32 belongs"),
+        (tensor("0.weight:k", "BF16", [4]), CorruptError, "bfloat16, where torch.float32 belongs"),
+        (tensor("1.weight", "I64", [5]), CorruptError, "int64, where torch.float32 belongs"),
+        (tensor("1.weight", "F64", [5]), CorruptError, "float64, where torch.float32 belongs"),
+        (tensor("1.running_mean", "F16", [5]), CorruptError, "float16, where torch.float32 belongs"),
+        (tensor("4.weight", "F64", [3, 5]), CorruptError, "float64, where torch.float32 belongs"),
+        (tensor("0.weight:mask", "U8", [17], b"\0" * 16 + b"\x80"), CorruptError, "bits set behind the last weight"),
+        (put("method", "fuller"), NewerFormatError, "there is no method 'fuller'.*install a newer bitgraft"),
+        (put("method", None), CorruptError, "its method is None"),
+        (put("method", ["full"]), CorruptError, "its method is"),
+        (option("new", 1), NewerFormatError, "method 'full' has no option 'new' here"),
+        (option("per", "channel"), CorruptError, "parts should be"),
+        (option("per", 3), CorruptError, "per=3"),
+        (option("norms", False), CorruptError, "leaves alone"),
+        (option("norms", "no"), CorruptError, "norms='no'"),
+        (option("k1", True), CorruptError, "k1=True"),
+        (option("init", None), CorruptError, "init=None"),
+        (option("init", [1]), CorruptError, "init="),
+        (option("threshold", {}), CorruptError, "threshold="),
+        (option("own", [3]), CorruptError, "own="),
+        (put("options", []), CorruptError, "'options' is"),
+        (put("metrics", None), CorruptError, "'metrics' is None"),
+        (put("preprocessing", "x"), CorruptError, "'preprocessing' is 'x'"),
+        (put("leans_on", ["a"]), CorruptError, "'leans_on' is"),
+        (put("leans_on", {"other": LATER}), MissingTaskError, "builds on another task 'other'"),
+        (put("leans_on", {"a": LATER, "b": LATER}), CorruptError, "method 'full' cannot lean on"),
+        (put("leans_on", {"other": "short"}), CorruptError, "64 hexadecimal digits"),
+        (put("backbone", "abc"), CorruptError, "64 hexadecimal digits"),
+        (put("backbone", None), CorruptError, "64 hexadecimal digits"),
+        (put("head", "tail"), CorruptError, "no kind of head 'tail'"),
+        (put("head", ["classes"]), CorruptError, "no kind of head"),
+        (put("head_layer", None), CorruptError, "None is no layer for a head of kind 'classes'"),
+        (put("head_layer", 4), CorruptError, "4 is no layer"),
+        (put("head_layer", "0"), WrongBackboneError, "last layer is '0', this one's is '4': pass Network"),
+        (put("shapes", []), CorruptError, "'shapes' is"),
+        (put("shapes", {}), CorruptError, "parts for '0.weight', but states no shape"),
+        (put("shapes", {"0.weight": 135}), CorruptError, "'0.weight' has shape 135"),
+        (put("shapes", {"0.weight": [5, 3, 3, 3.0]}), CorruptError, "which is none"),
+        (put("shapes", {"0.weight": [5, 3, 3, True]}), CorruptError, "which is none"),
+        (put("shapes", {"0.weight": [5, -3, -3, 3]}), CorruptError, "which is none"),
+        (put("shapes", {"0.weight": [5, 3, 3, 4]}), CorruptError, "should have 23 bytes"),
+        (put("shapes", {"0.weight": [5, 3, 9]}), WrongBackboneError, "the backbone has it in .5, 3, 3, 3."),
+        (put("shapes", {"0.weight": [133]}), WrongBackboneError, "of shape .133,., the backbone has it in"),
+        (stated("4.weight", [4, 5]), CorruptError, "parts should be"),
+        (stated("9.weight", [4, 5]), WrongBackboneError, "'9.weight', which is no weight"),
+        (put("new", 1), CorruptError, "metadata fields"),
+        (lambda d: d.about.pop("metrics"), CorruptError, "metadata fields"),
+        (lambda d: d.about.pop("name"), CorruptError, "metadata fields"),
+        (lambda d: d.beside.update(format="pt"), CorruptError, "metadata beside bitgraft's own"),
+    ],
+)
+def test_faults_behind_a_right_checksum(edit: Any, error: type[Exception], match: str, tmp_path: Path) -> None:
+    refuse(crafted(edit), error, match, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("method", "edit", "error", "match"),
+    [
+        (
+            "classifier",
+            stated("0.weight", [5, 3, 3, 3], "mask"),
+            CorruptError,
+            "'classifier' leaves alone",
+        ),
+        ("finetune", drop("0.weight"), CorruptError, "lacks '0.weight'"),
+        ("finetune", drop("1.bias"), CorruptError, "lacks '1.bias'"),
+        (
+            "finetune",
+            stated("0.weight", [5, 3, 3, 3], "mask"),
+            CorruptError,
+            "'finetune' leaves alone",
+        ),
+        ("packnet", put("leans_on", {"other": LATER}), MissingTaskError, "builds on another task 'other'"),
+        ("packnet", put("leans_on", {"gone": LATER}), MissingTaskError, "'gone', which is not here"),
+        ("packnet", put("leans_on", {"a": LATER, "b": LATER}), CorruptError, "cannot lean on"),
+        ("packnet", drop("0.weight:values"), CorruptError, "parts should be"),
+        ("packnet", tensor("0.weight:values", "F32", [3]), CorruptError, "parts should be"),
+        ("packnet", tensor("0.weight:mask", "U8", [17], b"\xff" * 17), CorruptError, "bits set behind"),
+        ("packnet", option("keep", 1.5), CorruptError, "keep=1.5"),
+        ("packnet", option("base", 1), CorruptError, "base=1"),
+        ("lora", option("rank", 3), CorruptError, "parts should be"),
+        ("lora", option("rank", 0), CorruptError, "rank=0"),
+        ("lora", option("alpha", "8"), CorruptError, "alpha='8'"),
+        ("lora", drop("0.weight:a"), CorruptError, "parts should be"),
+        ("dan", tensor("0.weight:p", "F32", [5, 4]), CorruptError, "parts should be"),
+        ("adapters-parallel", tensor("0.weight:a", "F32", [5, 3]), CorruptError, "parts should be"),
+        ("adapters-series", drop("0.weight:tail.norm.bias"), CorruptError, "parts should be"),
+        (
+            "adapters-series",
+            tensor("0.weight:tail.norm.num_batches_tracked", "I64", []),
+            CorruptError,
+            "nothing belongs",
+        ),
+    ],
+)
+def test_faults_of_other_methods(method: str, edit: Any, error: type[Exception], match: str, tmp_path: Path) -> None:
+    refuse(crafted(edit, method), error, match, tmp_path)
+
+
+def test_a_linear_head_that_does_not_fit(tmp_path: Path) -> None:
+    net = bitgraft.Network(backbone()[:-1].eval(), example=(2, 3, 8, 8), head=None)
+    data = archive.to_bytes(archive.pack_task(net.add_task("t", classes=3), net.fingerprint))
+    net.remove_task("t")
+    for edit, error, match in [
+        (put("classes", 4), ClassesError, "lists 4 classes, but its head has 3 outputs"),
+        (tensor("head:weight", "F32", [3, 6]), CorruptError, "5 features"),
+        (tensor("head:weight", "F32", [15]), ClassesError, "lists 3 classes, but its head has 15 outputs"),
+        (tensor("head:weight", "F32", []), CorruptError, "5 features"),
+        (tensor("head:bias", "F32", []), CorruptError, "5 features"),
+        (tensor("head:extra", "F32", [3]), CorruptError, "5 features"),
+        (drop("head:bias"), CorruptError, "5 features"),
+        (drop("head:bias", "head:weight"), CorruptError, "5 features"),
+        (tensor("head:weight", "F64", [3, 5]), CorruptError, "float64"),
+        (put("head", "classes"), CorruptError, "None is no layer for a head of kind 'classes'"),
+        (lambda d: d.about.update(head="classes", head_layer="4"), WrongBackboneError, "last layer is '4'"),
+    ]:
+        draft = Draft(data)
+        edit(draft)  # type: ignore[operator]
+        (tmp_path / "file").write_bytes(draft.build())
+        with pytest.raises(error, match=match):
+            net.load_task(tmp_path / "file")
+        assert not net.tasks
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")], ids=["as bitgraft writes", "as others may"])
+def test_headers_that_lie_about_tensors(tmp_path: Path, separators: tuple[str, str]) -> None:
+    def written(value: Any) -> str:
+        return json.dumps(value, separators=separators)
+
+    def lie(name: str, **entry: Any) -> bytes:
+        draft = Draft(saved())
+        header = draft.header()
+        header[name] = {**header[name], **entry}
+        return draft.build(written(header).encode())
+
+    invalid = "not a valid safetensors file"
+    refuse(lie("1.weight", shape=[2**62, 2**62]), CorruptError, invalid, tmp_path)
+    refuse(lie("1.weight", shape=[10**12]), CorruptError, invalid, tmp_path)
+    refuse(lie("1.weight", shape=[-5]), CorruptError, invalid, tmp_path)
+    refuse(lie("1.weight", shape=[5.0]), CorruptError, invalid, tmp_path)
+    refuse(lie("1.weight", dtype="F7"), CorruptError, invalid, tmp_path)
+    refuse(lie("1.weight", data_offsets=[0, 20]), CorruptError, invalid, tmp_path)
+    refuse(lie("1.weight", data_offsets=[-20, 0]), CorruptError, invalid, tmp_path)
+    refuse(lie("1.weight", data_offsets=[0, 10**12]), CorruptError, invalid, tmp_path)
+    refuse(lie("1.weight", data_offsets=None), CorruptError, invalid, tmp_path)
+    refuse(lie("1.weight", data_offsets=[0]), CorruptError, invalid, tmp_path)
+    refuse(Draft(saved()).build(tail=b"more"), CorruptError, invalid, tmp_path)
+    draft = Draft(saved())
+    for name in ("1.weight", "__metadata__"):
+        twice = f"{written(draft.header())[:-1]}{separators[0]}{written({name: draft.header()[name]})[1:]}"
+        refuse(draft.build(twice.encode()), CorruptError, "a key comes twice", tmp_path)
+    for top in (b"[]", b"1", b'{"__metadata__":[]}', b'{"__metadata__":{"bitgraft":"{"},"a":1}'):
+        refuse(struct.pack("<Q", len(top)) + top, CorruptError, "damaged, or not a task file", tmp_path)
+
+
+def test_a_header_may_be_written_otherwise(tmp_path: Path) -> None:
+    """Keys in another order and with spaces between: the same task, read by way of the same layout."""
+    draft, net = Draft(saved()), network()
+    header = dict(reversed(draft.header().items()))
+    (tmp_path / "file").write_bytes(draft.build(json.dumps(header).encode()))
+    net.load_task(tmp_path / "file", name="other")
+    (tmp_path / "file").write_bytes(saved())
+    net.load_task(tmp_path / "file", name="usual")
+    held = [net.tasks[name].state_dict() for name in ("other", "usual")]
+    assert held[0].keys() == held[1].keys()
+    assert all(torch.equal(tensor, held[1][name]) for name, tensor in held[0].items())
+
+
+def test_deeply_nested_metadata(tmp_path: Path) -> None:
+    value: Any = 1
+    for _ in range(40):
+        value = [value]
+    refuse(crafted(put("metrics", {"a": value})), CorruptError, "nested deeper than 32", tmp_path)
+
+
+def test_values_that_are_not_numbers_are_the_tasks_own_business(tmp_path: Path) -> None:
+    """A task that diverged is still that task: it is restored to the last bit, and shows in its outputs."""
+    nan = struct.pack("<4f", math.nan, math.inf, -math.inf, 0.0)
+    (tmp_path / "file").write_bytes(crafted(tensor("0.weight:k", "F32", [4], nan)))
+    task = network().load_task(tmp_path / "file")
+    assert task.transforms["0.weight"].parts()["k"].numpy().tobytes() == nan  # type: ignore[union-attr]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+NET, TASK = network(), saved()
+NOT_OBJECTS = json_values.filter(lambda value: not isinstance(value, dict))
+WRONG: dict[str, st.SearchStrategy[Any]] = {
+    "backbone": json_values,
+    "checksum": st.nothing(),
+    "classes": json_values.filter(lambda value: value != 3),
+    "format": json_values.filter(lambda value: value != 1 or value is True),
+    "head": json_values,
+    "head_layer": json_values.filter(lambda value: value != "4"),
+    "leans_on": json_values.filter(lambda value: value != {}),
+    "method": json_values,
+    "metrics": NOT_OBJECTS,
+    "name": json_values.filter(lambda value: not isinstance(value, str)),
+    "options": NOT_OBJECTS,
+    "preprocessing": NOT_OBJECTS,
+    "shapes": json_values,
+}
+
+
+def load(data: bytes) -> bitgraft.Task:
+    return restore.revive(archive.from_bytes(data), NET.anatomy, (), None)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(st.data())
+def test_a_value_of_the_wrong_type_in_any_field_is_refused(data: st.DataObject) -> None:
+    draft = Draft(TASK)
+    assert set(draft.about) == set(WRONG)
+    field = data.draw(st.sampled_from(sorted(set(WRONG) - {"checksum"})))
+    draft.about[field] = data.draw(WRONG[field])
+    with pytest.raises(ArchiveError):
+        load(draft.build())
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_options_load_or_are_refused_with_our_own_errors(data: st.DataObject) -> None:
+    draft = Draft(TASK)
+    draft.about["method"] = data.draw(st.sampled_from(bitgraft.method_names()))
+    name = data.draw(st.sampled_from([*sorted(draft.about["options"]), "rank", "alpha", "keep", "base"]))
+    draft.about["options"] = {name: data.draw(json_values)}
+    with contextlib.suppress(ArchiveError):
+        assert load(draft.build()).card.options[name] is not None
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_tensors_load_or_are_refused_with_our_own_errors(data: st.DataObject) -> None:
+    draft = Draft(TASK)
+    for _ in range(data.draw(st.integers(1, 3))):
+        weight = data.draw(st.sampled_from(["", *NET.anatomy.places]))
+        part = data.draw(st.sampled_from(["", ":mask", ":k"]))
+        shape = data.draw(st.lists(st.integers(0, 6), max_size=3))
+        tensor(weight + part, data.draw(st.sampled_from(["U8", "F32", "I64"])), shape)(draft)
+    with contextlib.suppress(ArchiveError):
+        assert load(draft.build()).tensors().keys() <= NET.anatomy.places.keys()

@@ -1,0 +1,148 @@
+"""What must not stop the service: a killed worker, a file swapped under traffic, slow clients, floods of nonsense."""
+
+import os
+import random
+import signal
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from services import Served, add, bomb, new_store, offline, picture, served, until
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("faults")
+    store, net = new_store(folder, ("birds", "cars"))
+    return folder, store, net
+
+
+@pytest.fixture(scope="module")
+def service(place):
+    with served(place[0], "--workers", "2", "--patience", "1", "--poll", "0.1") as running:
+        yield running
+
+
+def again_and_again(service: Served, name: str, data: bytes) -> list:
+    """As a client does whose connection may break."""
+    for _ in range(50):
+        try:
+            return service.answers(name, data)
+        except httpx.TransportError:
+            continue
+    raise AssertionError("no answer after 50 tries")
+
+
+def test_a_killed_worker_is_started_again_and_others_answer_meanwhile(service: Served, place):
+    _, _, net = place
+    wanted = {(name, seed): offline(net, name, picture(seed)) for name in ("birds", "cars") for seed in range(3)}
+    before = service.workers()
+    assert len(before) == 2
+    ended = threading.Event()
+
+    def ask(number: int) -> int:
+        asked = 0
+        while not ended.is_set():
+            for (name, seed), want in wanted.items():
+                assert again_and_again(service, name, picture(seed)) == want
+                asked += 1
+        return asked
+
+    with ThreadPoolExecutor(3) as clients:
+        asking = [clients.submit(ask, number) for number in range(3)]
+        try:
+            for worker in before:
+                os.kill(worker, signal.SIGKILL)
+                until(lambda: len(service.workers()) == 2, "no worker took its place")
+            until(lambda: not set(service.workers()) & set(before), "the old ones are still there")
+        finally:
+            ended.set()
+        assert all(one.result(60) > 0 for one in asking)
+    assert service.said.count("another is started") == 2
+
+
+def test_a_file_swapped_under_traffic_gives_the_old_answer_or_the_new_never_a_mixture(service: Served, place):
+    _, store, net = place
+    versions = [offline(net, "birds", picture())]
+    said: list = []
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.is_set():
+            said.append(service.answers("birds", picture()))
+
+    with ThreadPoolExecutor(2) as clients:
+        asking = [clients.submit(ask) for _ in range(2)]
+        try:
+            for seed, size, classes in [(11, 24, 3), (12, 40, 6), (13, 32, 4)]:
+                add(store, net, "birds", seed=seed, size=size, classes=classes)
+                versions.append(new := offline(net, "birds", picture()))
+                until(lambda new=new: new in said[-2:], "the new file was not picked up")
+        finally:
+            ended.set()
+        for one in asking:
+            one.result(60)
+    assert len({str(version) for version in versions}) == 4
+    assert all(answer in versions for answer in said)
+    until(lambda: all(service.answers("birds", picture()) == versions[-1] for _ in range(8)), "a worker has an old one")
+
+
+def test_slow_clients_are_let_go_and_keep_nobody_waiting(service: Served, place):
+    _, _, net = place
+    head = b"POST /v1/predict/cars HTTP/1.1\r\nHost: x\r\n"
+    parts = [b"", b"POST /v1", head, head + b"Content-Length: 100\r\n\r\n" + b"x" * 10]
+    lines = [socket.create_connection(("127.0.0.1", service.port), 60) for _ in range(60)]
+    try:
+        for number, line in enumerate(lines):
+            line.sendall(parts[number % 4])
+        assert service.answers("cars", picture()) == offline(net, "cars", picture())
+        for number, line in enumerate(lines):
+            reply = line.recv(4096)  # the end, which comes by itself
+            assert reply == b"" if number % 4 < 3 else b" 408 " in reply
+    finally:
+        for line in lines:
+            line.close()
+
+
+def test_a_flood_of_nonsense_does_not_touch_good_requests(service: Served, place):
+    _, _, net = place
+    rng = random.Random(0)
+    whole = picture(1, kind="JPEG")
+    nonsense = [
+        b"hello",
+        b"\x89PNG\r\n\x1a\n" + rng.randbytes(200),
+        whole[: len(whole) // 2],
+        bomb(30_000, 30_000),
+        rng.randbytes(50_000),
+        b"",
+    ]
+    broken = [whole[:at] + rng.randbytes(40) + whole[at + 40 :] for at in range(0, len(whole) - 40, 400)]
+    paths = ["cars", "..%2F..%2Fstore", "%00", "x" * 2000, "birds?top=-1"]
+
+    def bad(number: int) -> int:
+        data = (nonsense + broken)[number % (len(nonsense) + len(broken))]
+        return service.http.post(f"/v1/predict/{paths[number % len(paths)]}", content=data).status_code
+
+    def good(number: int) -> bool:
+        return again_and_again(service, "cars", picture(number % 5)) == offline(net, "cars", picture(number % 5))
+
+    with ThreadPoolExecutor(8) as clients:
+        flood = [clients.submit(bad, number) for number in range(300)]
+        fine = [clients.submit(good, number) for number in range(30)]
+        assert {one.result(120) for one in flood} <= {200, 400, 404, 413, 415, 422, 429, 503}
+        assert all(one.result(120) for one in fine)
+    assert service.http.get("/healthz").status_code == 200
+    assert "Traceback" not in service.said
+
+
+def test_what_cannot_be_served_is_said_in_one_sentence(tmp_path, capsys, monkeypatch):
+    from images import bitgraft
+
+    code, _, err = bitgraft(capsys, monkeypatch, "serve", "--store", str(tmp_path / "none"))
+    assert (code, err.count("\n"), "there is no store" in err) == (1, 1, True)
+    code, _, err = bitgraft(capsys, monkeypatch, "serve", "--memory-budget", "much")
+    assert (code, "is no size" in err) == (2, True)
+    code, _, err = bitgraft(capsys, monkeypatch, "serve", "--api-key-file", str(tmp_path / "none"))
+    assert (code, "API keys cannot be read" in err) == (1, True)

@@ -1,0 +1,323 @@
+"""The parts of the service by themselves: turns, the library, pictures, keys, sizes."""
+
+import io
+import threading
+from concurrent.futures import Future
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from services import PREPROCESSING, add, bomb, new_store, offline, picture
+from tiny import batch, run, tiny
+
+from bitgraft.data.preprocessing import Preprocessing, evaluation_tensor
+from bitgraft.errors import ServingError, TaskError, UnknownTaskError, UnsafeNameError
+from bitgraft.network import Network
+from bitgraft.serving.keys import allowed, read_keys
+from bitgraft.serving.library import Library
+from bitgraft.serving.pictures import FORMATS, tensors
+from bitgraft.serving.refusals import Refusal
+from bitgraft.serving.scheduler import Bounds, Scheduler
+from bitgraft.serving.settings import size
+
+WANTED = [Preprocessing.from_dict(PREPROCESSING)]
+
+
+def recording(turns: list, bounds: Bounds) -> Scheduler:
+    def note(key, items):
+        turns.append((key, list(items)))
+        return [item * 2 for item in items]
+
+    return Scheduler(note, bounds)
+
+
+def results(futures: list[Future]) -> list:
+    return [future.result(60) for future in futures]
+
+
+def test_what_arrives_together_is_one_batch_and_every_item_gets_its_own_result():
+    turns: list = []
+    scheduler = recording(turns, Bounds(batch=8, wait=0.0, queue=99, total=99))
+    asked = [scheduler.submit("a", "a", [number]) for number in range(5)]
+    scheduler.start()
+    assert [results(futures) for futures in asked] == [[0], [2], [4], [6], [8]]
+    assert turns == [("a", [0, 1, 2, 3, 4])]
+    scheduler.close()
+
+
+def test_a_busy_task_costs_the_others_one_batch():
+    turns: list = []
+    scheduler = recording(turns, Bounds(batch=4, wait=0.0, queue=99, total=999))
+    scheduler.submit("busy", "busy", range(20))
+    scheduler.submit("quiet", "quiet", [1])
+    scheduler.submit("other", "other", range(5))
+    scheduler.start()
+    scheduler.close()
+    assert [key for key, _ in turns] == ["busy", "quiet", "other", "busy", "other", "busy", "busy", "busy"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 6)), max_size=12), st.integers(1, 5))
+def test_every_item_runs_once_in_order_and_no_batch_is_too_large(asked, most):
+    turns: list = []
+    scheduler = recording(turns, Bounds(batch=most, wait=0.0, queue=999, total=999))
+    wanted: dict = {}
+    for number, (key, count) in enumerate(asked):
+        values = [100 * number + item for item in range(count)]
+        wanted.setdefault(key, []).extend(values)
+        scheduler.submit(key, key, values)
+    scheduler.start()
+    scheduler.close()
+    ran: dict = {}
+    for key, items in turns:
+        assert 1 <= len(items) <= most
+        ran.setdefault(key, []).extend(items)
+    assert ran == wanted
+
+
+def test_full_queues_refuse_all_of_a_request_or_none_and_say_when_to_come_back():
+    scheduler = recording([], Bounds(batch=4, wait=0.0, queue=4, total=6))
+    scheduler.submit("a", "a", range(3))
+    with pytest.raises(Refusal, match="waiting for task 'a'") as crowded:
+        scheduler.submit("a", "a", range(2))
+    assert (crowded.value.status, scheduler.waiting) == (429, 3)
+    scheduler.submit("b", "b", range(3))
+    with pytest.raises(Refusal, match="come back") as full:
+        scheduler.submit("c", "c", [1])
+    assert full.value.status == 503
+    assert full.value.retry_after >= 1
+
+
+def test_a_batch_that_fails_fails_alone():
+    def run_or_fail(key, items):
+        if key == "bad":
+            raise ValueError("no")
+        return items
+
+    scheduler = Scheduler(run_or_fail, Bounds(batch=4, wait=0.0, queue=9, total=9))
+    scheduler.start()
+    (bad,), (good,) = scheduler.submit("bad", "bad", [1]), scheduler.submit("good", "good", [2])
+    with pytest.raises(ValueError, match="no"):
+        bad.result(60)
+    assert good.result(60) == 2
+    scheduler.close()
+
+
+def test_closing_finishes_what_waits_and_takes_nothing_more():
+    begun, go = threading.Event(), threading.Event()
+
+    def slow(key, items):
+        begun.set()
+        go.wait(60)
+        return items
+
+    scheduler = Scheduler(slow, Bounds(batch=1, wait=0.0, queue=9, total=9))
+    scheduler.start()
+    futures = scheduler.submit("a", "a", [1, 2, 3])
+    assert begun.wait(60)
+    closing = threading.Thread(target=scheduler.close)
+    closing.start()
+    go.set()
+    closing.join(60)
+    assert results(futures) == [1, 2, 3]
+    with pytest.raises(Refusal, match="about to end"):
+        scheduler.submit("a", "a", [4])
+
+
+def test_what_is_taken_back_is_not_run():
+    turns: list = []
+    scheduler = recording(turns, Bounds(batch=4, wait=0.0, queue=9, total=9))
+    for future in scheduler.submit("a", "a", [1, 2]):
+        assert future.cancel()
+    scheduler.submit("b", "b", [3])
+    scheduler.start()
+    scheduler.close()
+    assert turns == [("b", [3])]
+
+
+def test_computed_weights_stay_within_the_budget_of_bytes():
+    net, x = Network(tiny(), active=8), batch()
+    for name in "abc":
+        net.add_task(name, classes=3)
+    one = sum(weight.numel() * 4 for weight in (net.backbone.get_parameter(n) for n in net.tasks["a"].transforms))
+    wanted = [run(net.eval(), x, task=name) for name in "abca"]
+    small = Network(tiny(), memory=2 * one)
+    for name in "abc":
+        small.add_task(name, classes=3)
+    assert all(torch.equal(run(small.eval(), x, task=name), want) for name, want in zip("abca", wanted, strict=True))
+    assert small.resident == {"c", "a"}
+    smallest = Network(tiny(), memory=0)
+    smallest.add_task("a", classes=3)
+    assert torch.equal(run(smallest.eval(), x, task="a"), wanted[0])
+    assert smallest.resident == {"a"}
+
+
+def says(library: Library, name: str, data: bytes) -> str:
+    """The class that a task finds likeliest."""
+    with library.borrow([name]) as (entry,), torch.no_grad():
+        scores = library.net(evaluation_tensor(data, entry.preprocessing)[None], task=entry.inner)[0]
+        return entry.classes[int(scores.argmax())]
+
+
+def test_the_library_follows_its_folder(tmp_path):
+    store, net = new_store(tmp_path)
+    served = Library(store, Network(net.backbone))
+    assert served.scan()
+    assert not served.scan()
+    assert list(served.tasks) == ["birds", "cars", "original"]
+    assert says(served, "birds", picture()) == offline(net, "birds", picture())[0]["class"]
+    with served.borrow(["birds"]) as (old,):
+        add(store, net, "birds", seed=9, size=24)
+        add(store, net, "new", seed=3)
+        store.path("cars").unlink()
+        assert served.scan()
+        assert list(served.tasks) == ["birds", "new", "original"]
+        assert old.inner in served.net.tasks  # what was accepted for it is still to be answered
+    assert says(served, "birds", picture()) == offline(net, "birds", picture())[0]["class"]
+    served.scan()
+    assert old.inner not in served.net.tasks
+
+
+def test_a_broken_file_is_reported_and_the_old_task_goes_on(tmp_path):
+    store, net = new_store(tmp_path)
+    served = Library(store, Network(net.backbone))
+    served.scan()
+    whole = store.path("birds").read_bytes()
+    before = served.tasks["birds"]
+    store.path("birds").write_bytes(whole[:-7])
+    store.path("junk").write_bytes(b"no task")
+    assert served.scan()
+    assert served.tasks["birds"] is before
+    assert set(served.errors) == {"birds", "junk"}
+    assert str(tmp_path) not in "".join(served.errors.values())
+    with pytest.raises(UnknownTaskError, match="its file is broken"), served.borrow(["junk"]):
+        pass
+    store.path("birds").write_bytes(whole)
+    store.path("junk").unlink()
+    served.scan()
+    assert not served.errors
+    assert says(served, "birds", picture()) == offline(net, "birds", picture())[0]["class"]
+
+
+def test_a_folder_that_cannot_be_read_takes_no_task_away(tmp_path):
+    store, net = new_store(tmp_path)
+    served = Library(store, Network(net.backbone))
+    served.scan()
+    store.folder.rename(tmp_path / "elsewhere")
+    assert not served.scan()
+    assert "cannot be read" in served.errors[""]
+    assert says(served, "cars", picture()) == offline(net, "cars", picture())[0]["class"]
+    (tmp_path / "elsewhere").rename(store.folder)
+    assert served.scan()
+    assert not served.errors
+
+
+def test_tasks_that_lean_on_others_are_read_after_them(tmp_path):
+    store, net = new_store(tmp_path, names=())
+    for name in ("z", "a"):  # a leans on z
+        net.add_task(name, classes=3, method="packnet", preprocessing=PREPROCESSING).prune(0.5)
+    for name in ("z", "a"):
+        net.tasks[name].freeze()
+        net.eval().save_task(name, store.path(name))
+    served = Library(store, Network(net.backbone))
+    served.scan()
+    assert not served.errors
+    assert says(served, "a", picture()) == offline(net, "a", picture())[0]["class"]
+    store.path("z").unlink()
+    served.scan()
+    assert list(served.tasks) == ["a", "original"]
+    assert says(served, "a", picture()) == offline(net, "a", picture())[0]["class"]
+
+
+def test_files_that_cannot_be_served_say_why(tmp_path):
+    store, net = new_store(tmp_path, names=())
+    net.add_task("features", head=None)
+    net.save_task("features", store.path("features"))
+    net.add_task("odd", classes=2, preprocessing={"colour": "blue"})
+    net.save_task("odd", store.path("odd"))
+    (store.folder / "not a name.safetensors").write_bytes(b"")
+    served = Library(store, Network(net.backbone))
+    served.scan()
+    assert list(served.tasks) == ["original"]
+    assert "gives features" in served.errors["features"]
+    assert "does not know" in served.errors["odd"]
+    assert "cannot be a task's name" in served.errors["not a name"]
+    assert not served.net.tasks
+    with pytest.raises(UnsafeNameError), served.borrow(["../store"]):
+        pass
+    with pytest.raises(TaskError), served.borrow([""]):
+        pass
+
+
+def test_matrices_lie_where_torch_would_put_them_wherever_a_file_was_read_to(tmp_path):
+    """Else a task's answers would differ in the last bit from one process to the next."""
+    store, net = new_store(tmp_path)
+    for _ in range(8):
+        loaded = Network(net.backbone).load_task(store.path("birds"))
+        assert all(tensor.data_ptr() % 64 == 0 for tensor in loaded.owned.values() if tensor.dim() > 1)
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "sentence"),
+    [
+        (b"hello", 415, "no image"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", 415, "no image"),
+        (bomb(5_000, 5_000), 413, "5000 x 5000 pixels"),
+        (bomb(60_000, 60_000), 413, "pixels: make it smaller"),
+        (picture()[:700], 422, "cannot be decoded"),
+        (picture(kind="JPEG")[:700], 422, "cannot be decoded"),
+        (picture()[:20], 422, "not even its header"),
+    ],
+)
+def test_bad_pictures_are_refused_with_a_sentence(data, status, sentence):
+    with pytest.raises(Refusal, match=sentence) as refused:
+        tensors(data, WANTED, 10_000_000, "the image")
+    assert refused.value.status == status
+
+
+def test_a_bomb_is_never_decoded(monkeypatch):
+    def decoded(*args):
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr("bitgraft.serving.pictures.evaluation_tensor", decoded)
+    with pytest.raises(Refusal, match="pixels"):
+        tensors(bomb(20_000, 20_000), WANTED, 32_000_000, "the image")
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_pictures_of_every_format_are_prepared_as_in_evaluation(kind):
+    data = picture(kind=kind)
+    other = Preprocessing.from_dict({**PREPROCESSING, "size": [24, 24]})
+    first, second, third = tensors(data, [*WANTED, other, *WANTED], 10**6, "the image")
+    assert torch.equal(first, evaluation_tensor(Image.open(io.BytesIO(data)), WANTED[0]))
+    assert second.shape == (3, 24, 24)
+    assert third is first
+
+
+def test_keys_come_in_three_ways_and_are_compared_whole(tmp_path):
+    (tmp_path / "keys").write_text("# ours\nfirst-key-1\n\nsecond-key-2\n")
+    keys = read_keys(tmp_path / "keys")
+    assert allowed([(b"x-api-key", b"second-key-2")], keys)
+    assert allowed([(b"authorization", b"Bearer first-key-1")], keys)
+    assert allowed([(b"authorization", b"Basic YW55Om5vOmZpcnN0LWtleS0x")], keys) is False  # "any:no:first-key-1"
+    assert allowed([(b"authorization", b"Basic YW55OmZpcnN0LWtleS0x")], keys)  # "any:first-key-1"
+    for wrong in (b"", b"first-key", b"first-key-11", b"# ours", b"\xff"):
+        assert not allowed([(b"x-api-key", wrong), (b"authorization", b"Basic %%%")], keys)
+    assert not allowed([], keys)
+    assert not any(b"first" in key for key in keys)
+
+
+@pytest.mark.parametrize("text", ["", "short\n", "# nothing\n"])
+def test_a_file_without_a_key_is_refused(tmp_path, text):
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(ServingError, match="at least 8"):
+        read_keys(tmp_path / "keys")
+
+
+def test_sizes():
+    assert [size(text) for text in ("12", "2GB", "1.5 mb", "1GiB", "3k")] == [12, 2 * 10**9, 1_500_000, 2**30, 3000]
+    for text in ("", "GB", "-1GB", "2TB", "two"):
+        with pytest.raises(ServingError, match="is no size"):
+            size(text)

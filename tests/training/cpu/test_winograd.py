@@ -1,0 +1,133 @@
+"""Convolutions by tiles: each transform against the matrix that it applies, the whole against PyTorch in float64."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from bitgraft.training.cpu import tile_loops as loops
+from bitgraft.training.cpu import winograd
+
+pytestmark = pytest.mark.usefixtures("threads")
+SIZES = st.tuples(st.integers(4, 11), st.integers(4, 11))
+PADDINGS = st.tuples(st.integers(0, 2), st.integers(0, 2))
+
+
+def innermost(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).contiguous(memory_format=torch.channels_last)
+
+
+def windows(maps: torch.Tensor, window: int, padding: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
+    """(tiles, window, window, channels), in the obvious way."""
+    cut, (down, across) = [], winograd._grid(size)
+    far = F.pad(maps, (padding[1], window + 4, padding[0], window + 4))
+    for one in far:
+        for i in range(down):
+            for j in range(across):
+                cut.append(one[:, 4 * i : 4 * i + window, 4 * j : 4 * j + window].permute(1, 2, 0))
+    return torch.stack(cut)
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(1, 3), st.sampled_from([16, 32, 48]), SIZES, PADDINGS)
+def test_tiles_are_the_matrix_times_each_window_times_the_matrix(maps, channels, size, padding):
+    torch.manual_seed(0)
+    outputs = (size[0] + 2 * padding[0] - 2, size[1] + 2 * padding[1] - 2)
+    for kind, matrix, pad in [("inputs", loops._INPUTS, padding), ("outputs", loops._OUTPUTS, (0, 0))]:
+        given = innermost(maps, channels, *(size if kind == "inputs" else outputs))
+        found = winograd._spread(kind, given, outputs, pad)
+        m = torch.from_numpy(matrix)
+        expected = torch.einsum("ri,tijc,sj->rstc", m, windows(given, matrix.shape[1], pad, outputs), m).flatten(0, 1)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    kernel = innermost(maps, channels, 3, 3)
+    g = torch.from_numpy(loops._FILTERS)
+    expected = torch.einsum("ri,ocij,sj->rsoc", g, kernel, g).flatten(0, 1)
+    torch.testing.assert_close(winograd._spread("filters", kernel), expected, rtol=1e-5, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(1, 3), st.sampled_from([16, 32, 48]), SIZES, PADDINGS)
+def test_to_gather_is_the_transpose_of_to_spread(maps, channels, size, padding):
+    """<S x, t> = <x, S' t>, and nothing that was in the room before is left in it."""
+    torch.manual_seed(0)
+    outputs = (size[0] + 2 * padding[0] - 2, size[1] + 2 * padding[1] - 2)
+    cases = [
+        ("inputs", size, outputs, padding),
+        ("outputs", outputs, outputs, (0, 0)),
+        ("filters", (3, 3), (1, 1), (0, 0)),
+    ]
+    for kind, shape, whole, pad in cases:
+        x = innermost(maps, channels, *shape)
+        spread = winograd._spread(kind, x, whole, pad)
+        t = torch.randn_like(spread)
+        room = torch.full_like(x, float("nan"))
+        back = winograd._gather(kind, t, room, whole, pad)
+        assert back is room
+        one, other = (spread.double() * t.double()).sum(), (x.double() * back.double()).sum()
+        assert abs(one - other) < 1e-4 * float(spread.double().norm() * t.double().norm())
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.integers(1, 5),
+    st.sampled_from([16, 32, 48]),
+    st.sampled_from([16, 64]),
+    st.tuples(st.integers(4, 13), st.integers(4, 13)),
+    st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    st.sampled_from([torch.contiguous_format, torch.channels_last]),
+    st.booleans(),
+)
+def test_convolutions_and_their_gradients_are_those_of_pytorch(n, inputs, outputs, size, padding, layout, in_chunks):
+    torch.manual_seed(0)
+    x = torch.randn(n, inputs, *size).contiguous(memory_format=layout)
+    weight = (torch.randn(outputs, inputs, 3, 3) / 20).contiguous(memory_format=layout)
+    exact = [t.double().requires_grad_() for t in (x, weight)]
+    y = F.conv2d(*exact, padding=padding)
+    grad = torch.randn(y.shape).contiguous(memory_format=layout)
+    y.backward(grad.double())
+    with pytest.MonkeyPatch.context() as patch:
+        if in_chunks:
+            patch.setattr(winograd, "ROOM", 1 << 17)
+        found = winograd.convolved(x, weight, y.shape[2:], padding)
+        to_x, to_weight = winograd.gradients(x, grad, weight, padding)
+        none, same = winograd.gradients(x, grad, weight, padding, to_input=False)
+    assert none is None
+    assert torch.equal(same, to_weight)
+    for one, other in [(found, y.detach()), (to_x, exact[0].grad), (to_weight, exact[1].grad)]:
+        assert one.shape == other.shape
+        assert float((one - other).abs().max()) < 5e-5 * float(other.abs().max())
+
+
+def test_what_is_not_a_number_is_not_hidden():
+    x, weight = innermost(2, 16, 9, 9), innermost(16, 16, 3, 3)
+    x[0, 3, 4, 4] = float("nan")
+    x[1, 0, 0, 0] = float("inf")
+    expected = F.conv2d(x, weight, padding=1)
+    found = winograd.convolved(x, weight, (9, 9), (1, 1))
+    assert bool((found.isfinite() <= expected.isfinite()).all())
+    assert bool(found[0, :, 8].isfinite().all())
+
+
+def test_chunks_cover_all_maps_and_are_about_alike():
+    for n, room in [(32, 1 << 22), (5, 1 << 10), (7, 1 << 18)]:
+        x = torch.empty(n, 64, 16, 16)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(winograd, "ROOM", room)
+            sizes = [len(x[some]) for some in winograd._chunks(x, x)]
+        assert sum(sizes) == n
+        assert max(sizes) - min(sizes) < len(sizes) + 1
+        assert max(sizes) <= 1 + room // (4 * 36 * 16 * 64)
+
+
+def test_channels_come_in_the_blocks_that_the_loops_have():
+    assert winograd.BLOCK == loops.BLOCK
+    assert (loops._OUTPUTS.shape[1], loops._OUTPUTS.shape[0] ** 2) == (winograd.EDGE, winograd.PLANES)
+
+
+def test_matrices_give_a_convolution():
+    """A'[(G w) ∘ (B' x)] of a row, in exact arithmetic, is what the kernel meets at four places."""
+    x, w = np.array([3, 1, 4, 1, 5, 9.0]), np.array([2, 7, 1.0])
+    products = (np.round(loops._FILTERS.astype(float) * 24) / 24 @ w) * (loops._INPUTS.astype(float) @ x)
+    np.testing.assert_allclose(loops._OUTPUTS.T @ products, [x[i : i + 3] @ w for i in range(4)])

@@ -1,0 +1,177 @@
+"""Changes of weights act on inputs less their mean: what layers give in the mean stays what it was at the start."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import bitgraft
+from bitgraft.training.config import preset
+from bitgraft.training.head_init import look
+from bitgraft.training.mean_shift_correction import Inputs, levelled
+
+CPU = torch.device("cpu")
+
+
+def backbone() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, stride=2, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 4, 1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 6),
+    ).eval()
+
+
+def images(count: int = 24) -> torch.Tensor:
+    return torch.rand(count, 3, 9, 9, generator=torch.Generator().manual_seed(1)) + 1  # a mean of its own
+
+
+def network(method: str = "full", **options) -> bitgraft.Network:
+    net = bitgraft.Network(backbone())
+    net.add_task("t", classes=3, method=method, **options)
+    return net
+
+
+def batches(x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(part, torch.arange(len(part)) % 3) for part in x.split(10)]
+
+
+def changed(task) -> None:
+    """Another task, as if it had learned."""
+    rng = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for _, parameter in task.roles():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=rng)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 3),
+    st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    st.booleans(),
+)
+def test_means_are_those_of_the_patches_that_kernels_see(n, size, kernel, stride, padding, dense):
+    if any(s + 2 * p < k for s, p, k in zip(size, padding, kernel, strict=True)):
+        return
+    torch.manual_seed(0)
+    x = torch.randn(n, 4, *size)
+    weight = torch.randn(3, 4, *kernel) if dense else torch.randn(4, 1, *kernel)
+    with Inputs({id(weight): "w"}) as inputs:
+        F.conv2d(x, weight, stride=stride, padding=padding, groups=1 if dense else 4)
+        F.conv2d(x.flip(0), weight=weight, stride=stride, padding=padding, groups=1 if dense else 4)
+        F.conv2d(x, torch.randn_like(weight), None, stride, padding, 1, 1 if dense else 4)  # another's
+    patches = F.unfold(x, kernel, stride=stride, padding=padding).mean((0, 2))
+    expected = patches.view(1 if dense else 4, -1, *kernel)
+    torch.testing.assert_close(inputs.means()["w"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_a_norm_gives_in_the_mean_stays_however_the_weight_before_it_changes():
+    x = images()
+    for layer in (0, 3, 6):
+        net = network("finetune")
+        task = net.tasks["t"]
+        inside: list[torch.Tensor] = []
+
+        def mean(net=net, inside=inside, layer=layer) -> torch.Tensor:
+            inside.clear()
+            module = net.module("t")
+            module[layer + 1].register_forward_hook(lambda m, args, y: inside.append(y))
+            with torch.no_grad():
+                module(x)
+            return inside[0].mean((0, 2, 3))
+
+        before = mean()
+        task.level(look(net, "t", batches(x), CPU, means=True).means)
+        with torch.no_grad():
+            task.owned[f"{layer}.weight"] += torch.randn(task.owned[f"{layer}.weight"].shape)
+        torch.testing.assert_close(mean(), before, rtol=1e-4, atol=1e-5)
+        task.means = {}
+        task.revision += 1
+        assert not torch.allclose(mean(), before, atol=1e-2)
+
+
+@pytest.mark.parametrize("method", ["full", "simple", "finetune", "piggyback-bn"])
+def test_biases_take_up_what_they_make_up_for_to_the_last_bit(method):
+    net, x = network(method), images()
+    task = net.tasks["t"]
+    task.level(look(net, "t", batches(x), CPU, means=True).means)
+    assert sorted(task.means) == ["0.weight", "3.weight", "6.weight"] == sorted(levelled(task))
+    changed(task)
+    with torch.no_grad():
+        before, values = net(x, task="t"), {n: v.clone() for n, v in task.values().items()}
+    plain = copy.deepcopy(task)
+    plain.means = {}
+    task.unlevel()
+    assert not task.means
+    with torch.no_grad():
+        assert torch.equal(net(x, task="t"), before)
+    assert all(torch.equal(tensor, values[name]) for name, tensor in task.state_dict().items())
+    assert not torch.equal(plain.owned["1.bias"], task.owned["1.bias"])
+    task.freeze()
+    with torch.no_grad():
+        assert torch.equal(net(x, task="t"), before)
+
+
+def test_gradients_reach_a_weight_through_the_bias_that_makes_up_for_it():
+    """As if the layer's input came with its mean taken off, for all that is not the backbone's own weight."""
+    net, x = network("finetune"), images()
+    task = net.tasks["t"]
+    changed(task)
+    means = look(net, "t", batches(x), CPU, means=True).means
+    task.level({"0.weight": means["0.weight"]})
+    task.train()
+    task.holds_statistics = True
+    net(x, task="t").square().sum().backward()
+    found = task.owned["0.weight"].grad.clone()
+    task.unlevel()
+    task.zero_grad()
+    net(x, task="t").square().sum().backward()
+    weight, bias = task.owned["0.weight"].grad, task.owned["1.bias"].grad
+    scale = task.owned["1.weight"] * torch.rsqrt(task.owned["1.running_var"] + 1e-5)
+    expected = weight - (bias * scale).view(-1, 1, 1, 1) * means["0.weight"]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_tasks_without_norms_of_their_own_have_nothing_to_level():
+    net = network("full", norms=False)
+    assert not levelled(net.tasks["t"])
+    assert not look(net, "t", batches(images()), CPU, means=True).means
+
+
+@pytest.mark.parametrize("statistics", ["kept", "batch"])
+@pytest.mark.parametrize("keep", ["last", "best"])
+def test_a_run_leaves_no_means_and_what_it_scored(statistics, keep, tmp_path):
+    net, x = network(), images(48)
+    data = TensorDataset(x, torch.arange(48) % 3)
+    config = preset("quick", "full").changed(epochs=3, level=True, statistics=statistics, keep=keep)
+    result = bitgraft.fit(net, "t", data, data, config)
+    task = net.tasks["t"]
+    assert not task.means
+    kept = result.history[-1] if keep == "last" else result.best
+    with torch.no_grad():
+        right = (net(x, task="t").argmax(1) == data.tensors[1]).float().mean()
+    assert kept is not None
+    assert right == pytest.approx(kept["val_accuracy"])
+    assert result.best_tasks is not None
+    task.load_state_dict(result.best_tasks["t"])  # what others may do with it
+    net.save_task("t", tmp_path / "t.safetensors")
+    loaded = bitgraft.Network(backbone())
+    loaded.load_task(tmp_path / "t.safetensors")
+    with torch.no_grad():
+        assert torch.equal(loaded(x, task="t"), net(x, task="t"))

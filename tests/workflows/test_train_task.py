@@ -1,0 +1,184 @@
+"""From a data set to a task file, from Python; and what people see meanwhile."""
+
+import io
+import json
+
+import pytest
+from images import NET, furnish
+from rich.console import Console
+
+from bitgraft.errors import DataError, TrainingError
+from bitgraft.store import Backbone, Store
+from bitgraft.training import runs
+from bitgraft.training.config import QUICK
+from bitgraft.training.progress import Progress, spelled
+from bitgraft.workflows.train_task import Request, one_sentence, open_request, open_store, train
+
+CONFIG = QUICK.changed(epochs=2, batch=8, size=16)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    return furnish(tmp_path, monkeypatch)
+
+
+def test_tasks_of_one_network_one_after_the_other(place):
+    store, net = open_store("store", Backbone(NET))
+    first = train(store, net, Request("photos", "a", "packnet", CONFIG.changed(epochs=1)))
+    assert first.path == store.path("a")
+    store, net = open_store("store", None)  # another process
+    second = train(store, net, Request("photos", "b", "packnet", CONFIG.changed(epochs=1)))
+    assert list(second.task.card.leans_on) == ["a"]
+    assert second.test is not None
+    assert store.archive("b").metrics["test"] == second.test
+
+
+def test_what_others_do_to_randomness_changes_nothing(place):
+    import torch
+
+    files = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        store, net = open_store(f"store{seed}", Backbone(NET))
+        files.append(train(store, net, Request("photos", "a", "full", CONFIG)).path.read_bytes())
+    assert files[0] == files[1]
+
+
+def test_the_size_of_images_is_the_backbones_unless_told(place):
+    from bitgraft.workflows.train_task import preprocessing_for
+
+    _, net = open_store("store", Backbone("test_resnet", pretrained=False))
+    assert preprocessing_for(net, QUICK).size == (160, 160)
+    assert preprocessing_for(net, QUICK.changed(resize=200)).resize == 200
+    assert preprocessing_for(net, QUICK.changed(size=32, resize=40)).size == (32, 32)
+
+
+def test_skipped_files_are_told(place):
+    (place / "photos/val/red/0.png").write_bytes(b"")
+    opened = open_request(Request("photos", "a", "full", CONFIG, skip_bad=True))
+    assert [path.name for path, _ in opened.skipped] == ["0.png"]
+    assert opened.splits.val is not None
+    assert len(opened.splits.val) == 8
+
+
+def test_a_fault_from_a_worker_is_one_sentence():
+    wrapped = "Caught DataError in DataLoader worker process 0.\nOriginal Traceback:\n  File x\n"
+    wrapped += "bitgraft.errors.DataError: cannot read a.png: it is no image that PIL knows\n"
+    with pytest.raises(DataError) as fault, one_sentence("; skip it"):
+        raise DataError(wrapped)
+    assert str(fault.value) == "cannot read a.png: it is no image that PIL knows; skip it"
+    with pytest.raises(TrainingError, match="try --workers 0"), one_sentence():
+        raise RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+    with pytest.raises(RuntimeError, match="else"), one_sentence():
+        raise RuntimeError("something else")
+
+
+class Watcher:
+    """An observer that notes what it is told."""
+
+    def __init__(self, fault=None):
+        self.told, self.fault = [], fault
+
+    def begin(self, tasks, epochs, steps_per_epoch, done_epochs):
+        self.told.append("begin")
+
+    def step(self, epoch, step, images):
+        self.told.append("step")
+
+    def look(self, loss, accuracy):
+        self.told.append((loss, accuracy))
+
+    def epoch(self, record):
+        self.told.append("epoch")
+        if self.fault is not None:
+            raise self.fault
+
+    def end(self):
+        self.told.append("end")
+
+
+@pytest.mark.parametrize("fault", [None, TrainingError("x"), KeyboardInterrupt()])
+def test_observers_are_told_of_the_end_once_however_it_comes(place, fault):
+    store, net = open_store("store", Backbone(NET))
+    watcher, request = Watcher(fault), Request("photos", "a", "full", CONFIG)
+    if fault is None:
+        outcome = train(store, net, request, observers=[watcher])
+        assert [t for t in watcher.told if isinstance(t, str)] == [
+            "begin",
+            *["step"] * 3,
+            "epoch",
+            *["step"] * 3,
+            "epoch",
+            "end",
+        ]
+        looks = [t for t in watcher.told if not isinstance(t, str)]
+        assert len(looks) == 6  # reading is free on a CPU, so after each step
+        assert looks[2] == (outcome.history[0]["train_loss"], outcome.history[0]["train_accuracy"])
+    else:
+        with pytest.raises(type(fault)):
+            train(store, net, request, observers=[watcher])
+        assert watcher.told.count("end") == 1
+    assert watcher.told[-1] == "end"
+
+
+def test_a_run_folder_that_comes_to_nothing_is_removed_and_others_stay(tmp_path):
+    folder = tmp_path / "runs" / "a"
+
+    def fail_after(name):
+        with runs.occupied(folder):
+            (folder / name).write_text("")
+            raise ValueError("x")
+
+    with pytest.raises(ValueError, match="x"):
+        fail_after(runs.SETTINGS)
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(ValueError, match="x"):
+        fail_after(runs.STATE)
+    assert runs.interrupted(folder)
+    with runs.occupied(folder), pytest.raises(TrainingError, match="another command"), runs.occupied(folder):
+        pass
+
+
+def test_resumed_settings_are_held_to(tmp_path):
+    settings = {"data": "d", "config": {"epochs": 3, "rates": {"k": 1e-3}}}
+    runs.settle(tmp_path, settings, resume=False)
+    assert json.loads((tmp_path / runs.SETTINGS).read_text()) == settings
+    runs.settle(tmp_path, settings, resume=True)
+    with pytest.raises(TrainingError, match=r"data was \"d\", is \"e\"; epochs was 3, is 4\)"):
+        runs.settle(tmp_path, {"data": "e", "config": {"epochs": 4, "rates": {"k": 1e-3}}}, resume=True)
+    (tmp_path / runs.SETTINGS).write_text("{")
+    with pytest.raises(TrainingError, match="cannot be read"):
+        runs.settle(tmp_path, settings, resume=True)
+
+
+def test_progress_in_a_terminal_and_elsewhere(monkeypatch):
+    record = {"epoch": 2, "train_loss": 0.5, "train_accuracy": 0.75, "val_accuracy": 0.5}
+    for terminal in (True, False):
+        stream = io.StringIO()
+        progress = Progress(Console(file=stream, force_terminal=terminal, width=100))
+        progress.begin(["flowers"], 3, 4, 1)
+        progress.step(1, 2, 32)
+        progress.look(0.625, 0.7)
+        assert terminal or not stream.getvalue()  # soon after the start: a line would be one too many
+        monkeypatch.setattr("bitgraft.training.progress.QUIET", -1.0)
+        progress.look(0.625, 0.7)
+        monkeypatch.undo()
+        progress.step(1, 4, 32)
+        progress.epoch(record)
+        progress.end()
+        said = stream.getvalue()
+        assert "loss 0.625  train  70.0 %" in said
+        assert ("epoch 2/3  step 2/4  loss 0.625" in said) != terminal
+        assert "epoch 2/3  loss 0.500  train  75.0 %  val  50.0 %" in said
+        assert ("\x1b" in said) == terminal
+
+
+def test_times_as_people_say_them():
+    assert [spelled(s) for s in (4.4, 200, 7500)] == ["4 s", "3 min 20 s", "2 h 5 min"]
+
+
+def test_a_store_is_opened_by_its_record(place):
+    store, _ = open_store("store", Backbone(NET))
+    again, net = open_store("store", None)
+    assert again.backbone == store.backbone
+    assert net.fingerprint == Store("store").fingerprint
