@@ -76,20 +76,20 @@ def _use(page: Any, url: str, expect: Any, folder: Path, shots: Path | None) -> 
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.id") == "file", "the image cannot be reached by keyboard"
     page.set_input_files("#file", folder / "rose.jpg")
-    expect(page.locator("#answers .card")).to_have_count(3)
-    expect(page.locator("#answers .card").nth(1).locator("li")).to_have_count(2)  # two classes
+    expect(page.locator("#answers .metadata")).to_have_count(3)
+    expect(page.locator("#answers .metadata").nth(1).locator("li")).to_have_count(2)  # two classes
     expect(page.locator("#status")).to_contain_text("3 tasks in")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the screen"
     _shoot(page, shots, "answers")
     page.locator("#chips input").last.focus()
     page.keyboard.press("Space")
-    expect(page.locator("#answers .card")).to_have_count(2)
+    expect(page.locator("#answers .metadata")).to_have_count(2)
     page.set_input_files("#file", folder / "broken.jpg")
     expect(page.locator("#error")).to_contain_text("cannot be decoded")
-    expect(page.locator("#answers .card")).to_have_count(0)
+    expect(page.locator("#answers .metadata")).to_have_count(0)
     _shoot(page, shots, "error")
     page.set_input_files("#file", folder / "rose.jpg")
-    expect(page.locator("#answers .card")).to_have_count(2)
+    expect(page.locator("#answers .metadata")).to_have_count(2)
     expect(page.locator("#error")).to_be_empty()
     page.select_option("#which", "textures")
     expect(page.locator("#plots svg title").first).to_contain_text("Share of ones")

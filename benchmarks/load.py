@@ -149,7 +149,7 @@ def _add(store: Store, net: Network, name: str, method: str, seed: int) -> None:
 def _offline(net: Network, name: str, data: bytes) -> Any:
     """What the library says to one image, as a client gets it."""
     own = name == net.original
-    stated = stated_preprocessing(net.backbone) if own else net.tasks[name].card.preprocessing
+    stated = stated_preprocessing(net.backbone) if own else net.tasks[name].metadata.preprocessing
     scores = net.eval()(evaluation_tensor(data, Preprocessing.from_dict(stated))[None], task=name)[0].softmax(0)
     values, places = scores.topk(5)
     return [{"class": str(p), "probability": v} for p, v in zip(places.tolist(), values.tolist(), strict=True)]

@@ -30,7 +30,7 @@ def trained(net: bitgraft.Network, name: str, seed: int = 0, share: float = 0.5)
             assert isinstance(transform, Masked)
             assert transform.scores is not None
             transform.scores.copy_(share - torch.rand(transform.scores.shape, generator=rng))
-            for parameter in (transform.k, transform.shift):
+            for parameter in (transform.k, transform.k1):
                 if parameter is not None:
                     parameter.add_(0.01 * torch.randn(parameter.shape, generator=rng))
     return task.freeze().eval()

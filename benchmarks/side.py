@@ -70,7 +70,7 @@ def ours(model: nn.Module, method: str, images: torch.Tensor, labels: torch.Tens
     net = bitgraft.Network(model)
     task = net.add_task("task", classes=CLASSES, method=method.removesuffix(PLAINLY))
     learner = net if method.endswith(PLAINLY) else Learner(net, [task])
-    task.lay_out(innermost=not method.endswith(PLAINLY))
+    task.set_channels_last(channels_last=not method.endswith(PLAINLY))
     objective = Objective([task])
     optimizers = optimizers.build(task.roles(), Config(), Phase())
     task.train()

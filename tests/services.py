@@ -83,7 +83,7 @@ def picture(seed: int = 0, *, side: int = 40, kind: str = "PNG") -> bytes:
 def offline(net: Network, name: str, data: bytes, top: int = 5) -> list[dict[str, Any]]:
     """What the library says to one image, as a client gets it."""
     own = name == net.original
-    stated = {} if own else net.tasks[name].card.preprocessing
+    stated = {} if own else net.tasks[name].metadata.preprocessing
     scores = net(evaluation_tensor(data, Preprocessing.from_dict(stated))[None], task=name)[0].softmax(0)
     classes = None if own else net.tasks[name].classes
     values, places = scores.topk(min(top, len(scores)))

@@ -43,5 +43,5 @@ def network(method: str = "full", name: str = "stripes") -> Network:
 SHORT = QUICK.changed(epochs=2, batch=16)
 PROPORTIONATE = SHORT.changed(  # Adam divides by a gradient's size, and so makes much of the rounding of a tiny one
     optimizers=dict.fromkeys(QUICK.optimizers, "sgd"),
-    rates={"scores": 1e-2, "k": 1e-2, "shift": 1e-2, "norms": 1e-2, "weights": 1e-2, "head": 1e-2},
+    rates={"scores": 1e-2, "k": 1e-2, "k1": 1e-2, "norms": 1e-2, "weights": 1e-2, "head": 1e-2},
 )

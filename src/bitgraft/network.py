@@ -18,9 +18,9 @@ from bitgraft.format import archive, dependencies, restore
 from bitgraft.methods import registry
 from bitgraft.runtime import heads
 from bitgraft.runtime.mixed_batch import Mixture
-from bitgraft.runtime.module_cache import Grafts
-from bitgraft.runtime.task_module import Graft
-from bitgraft.task import Card, Task, check_name, dotless, dotted
+from bitgraft.runtime.module_cache import ModuleCache
+from bitgraft.runtime.task_module import TaskModule
+from bitgraft.task import Metadata, Task, check_name, dotless, dotted
 
 
 class Network(nn.Module):
@@ -54,11 +54,11 @@ class Network(nn.Module):
         self.original = check_name(original)
         self.active, self.memory = active, memory
         self._tasks = nn.ModuleDict()
-        self._original = Task(Card(original, "classifier", {}, "keep"), self.anatomy, {}, {}, None)
+        self._original = Task(Metadata(original, "classifier", {}, "keep"), self.anatomy, {}, {}, None)
         self.joint = False  # the weights that tasks share may learn: of a `joint_copy`, until it is trained
         self._fingerprint: str | None = None
-        self._grafts = Grafts(active, memory)
-        self._pinned: dict[str, Graft] = {}
+        self._modules_at_work = ModuleCache(active, memory)
+        self._pinned: dict[str, TaskModule] = {}
         self._mixture: Mixture | None = None
         self._lock = threading.RLock()
         self.train(backbone.training)
@@ -73,7 +73,7 @@ class Network(nn.Module):
     def resident(self) -> set[str]:
         """The tasks whose computed weights are in memory."""
         with self._lock:
-            return {name for name, _ in self._grafts} | set(self._pinned)
+            return {name for name, _ in self._modules_at_work} | set(self._pinned)
 
     @property
     def fingerprint(self) -> str:
@@ -133,7 +133,7 @@ class Network(nn.Module):
         transforms = registry.transforms(recipe, self.anatomy, chosen, rng, [task.transforms for task in before])
         owned = registry.owned(recipe, self.anatomy, chosen)
         kind, names, tensors, module = heads.plan(self.anatomy, classes, head, rng)
-        card = Card(
+        metadata = Metadata(
             name=name,
             method=method,
             options=registry.plain(chosen),
@@ -142,7 +142,7 @@ class Network(nn.Module):
             preprocessing=dict(heads.stated_preprocessing(self.backbone) if preprocessing is None else preprocessing),
             leans_on={task.name: dependencies.fingerprint(task) for task in before},
         )
-        task = Task(card, self.anatomy, transforms, {**owned, **tensors}, module)
+        task = Task(metadata, self.anatomy, transforms, {**owned, **tensors}, module)
         if first is not None:
             task.start_from(first)
         dependencies.hold(before)
@@ -155,7 +155,7 @@ class Network(nn.Module):
         with self._lock:
             del self._tasks[dotless(name)]
             self._pinned.pop(name, None)
-            self._grafts.drop(lambda key: key[0] == name)
+            self._modules_at_work.drop(lambda key: key[0] == name)
 
     def save_task(self, name: str, path: str | Path, *, coded: bool = False) -> None:
         """Write a task to one file, whole or not at all; coded, masks take about their entropy and longer to load."""
@@ -172,13 +172,13 @@ class Network(nn.Module):
         filed = archive.read_archive(path)
         if name is not None:
             filed = archive.rename(filed, name)
-        self._check_new(filed.card.name)
+        self._check_new(filed.metadata.name)
         if filed.backbone != self.fingerprint:
             raise WrongBackboneError(
                 f"{path} belongs to a backbone with fingerprint {filed.backbone[:12]}, "
                 f"this one has {self.fingerprint[:12]}: build the backbone with the weights that the task was made for"
             )
-        before = dependencies.found(filed.card, self.tasks)
+        before = dependencies.found(filed.metadata, self.tasks)
         if before:
             filed = archive.lean(filed, [task.name for task in before])
         task = restore.revive(filed, self.anatomy, [task.transforms for task in before], head)
@@ -187,7 +187,7 @@ class Network(nn.Module):
 
     def export(self, task: str | None = None) -> nn.Module:
         """The task as an ordinary module of the backbone's own class, with plain weights, in evaluation mode."""
-        return Graft(self._find(task)).plain()
+        return TaskModule(self._find(task)).plain()
 
     def module(self, task: str | None = None) -> nn.Module:
         """The module that runs a task, for hooks and for compiling; it follows the task at each call.
@@ -196,11 +196,11 @@ class Network(nn.Module):
         """
         with self._lock:
             found = self._find(task)
-            graft = self._pinned.get(found.name)
-            if graft is None:
-                graft = self._pinned[found.name] = Graft(found).hang().pin()
-        graft.refresh()
-        return graft.module
+            task_module = self._pinned.get(found.name)
+            if task_module is None:
+                task_module = self._pinned[found.name] = TaskModule(found).attach_hooks().pin()
+        task_module.refresh()
+        return task_module.module
 
     def forward(self, images: Tensor, *args: Any, task: str | Sequence[str] | None = None, **kwargs: Any) -> Any:
         """Run one task on a batch, or, given one name per image, each image's own.
@@ -231,14 +231,14 @@ class Network(nn.Module):
         """Scores of tasks that cannot all keep their computed weights, if the backbone can run them in one pass."""
         tasks = [self._find(name) for name in rows]
         with self._lock:
-            if self._grafts.can_keep(tasks) or any(name in self._pinned for name in rows):
+            if self._modules_at_work.can_keep(tasks) or any(name in self._pinned for name in rows):
                 return None
             self._mixture = mixture = self._mixture or Mixture(self.anatomy)
         return mixture.scores(images, list(zip(tasks, rows.values(), strict=True)), *args, **kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def ready(self, name: str | None) -> Graft:
-        """The graft that runs a task, up to date. What learns has one of its own, and so has each thread that learns:
+    def ready(self, name: str | None) -> TaskModule:
+        """The module that runs a task, up to date. What learns has one of its own, and so has each thread that learns:
         gradients go to the tensors that the call began with, whatever runs meanwhile."""
         with self._lock:
             task = self._find(name)
@@ -247,9 +247,9 @@ class Network(nn.Module):
                 return pinned
             grad = torch.is_grad_enabled()
             key = (task.name, threading.get_ident() if grad and task.learns() else int(grad))
-            graft = self._grafts.get(key, task)
-        graft.refresh()
-        return graft
+            task_module = self._modules_at_work.get(key, task)
+        task_module.refresh()
+        return task_module
 
     def _find(self, name: str | None) -> Task:
         if name is None or name == self.original:
@@ -289,13 +289,13 @@ class Network(nn.Module):
             _ = self.fingerprint  # of the weights as they were given, before they are rounded
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         with self._lock:
-            self._grafts.drop()
+            self._modules_at_work.drop()
             self._mixture = None
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_grafts": None, "_pinned": None, "_mixture": None, "_lock": None}
+        return {**self.__dict__, "_modules_at_work": None, "_pinned": None, "_mixture": None, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._grafts, self._pinned, self._lock = Grafts(self.active, self.memory), {}, threading.RLock()
+        self._modules_at_work, self._pinned, self._lock = ModuleCache(self.active, self.memory), {}, threading.RLock()

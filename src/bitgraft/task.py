@@ -24,7 +24,7 @@ features; module: the user's; keep: the backbone's, as it is; none: features."""
 
 
 @dataclass(frozen=True)
-class Card:
+class Metadata:
     """What a task says of itself, all of it plain data that goes into its file."""
 
     name: str
@@ -42,19 +42,19 @@ class Task(nn.Module):
 
     def __init__(
         self,
-        card: Card,
+        metadata: Metadata,
         anatomy: Anatomy,
         transforms: Mapping[str, Transform],
         owned: Mapping[str, Tensor],
         head: nn.Module | None,
     ) -> None:
         super().__init__()
-        self.card, self.anatomy = card, anatomy
+        self.metadata, self.anatomy = metadata, anatomy
         self.metrics: dict[str, Any] = {}
         self.holds_statistics = False  # norm layers normalise by running statistics in training, too, and leave them
-        self.means: dict[str, Tensor] = {}  # of what weights take in, while changes of weights are levelled (`level`)
+        self.input_means: dict[str, Tensor] = {}  # of what weights take in (`correct_mean_shift`)
         self.revision = 0  # counts the times that tensors were exchanged for others, not merely written to
-        self.lessons = 0  # counts the times that it ran to learn, after which an optimiser may have written to it
+        self.train_forwards = 0  # runs with gradients: an optimiser may have written since
         self.shared: frozenset[str] = frozenset()  # tensors of the backbone that learn along with it (joint training)
         self._learned: tuple[int, list[nn.Parameter]] = (-1, [])
         self._transforms, self._owned = nn.ModuleDict(), nn.Module()
@@ -65,11 +65,11 @@ class Task(nn.Module):
 
     @property
     def name(self) -> str:
-        return self.card.name
+        return self.metadata.name
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        return self.card.classes
+        return self.metadata.classes
 
     @property
     def transforms(self) -> dict[str, Transform]:
@@ -85,7 +85,7 @@ class Task(nn.Module):
     def tensors(self) -> dict[str, Tensor]:
         """The replacement tensors, by the backbone's own names, in the backbone's dtypes."""
         held = self._tensors_as_held()
-        held.update((name, bias.to(held[name].dtype)) for name, bias in self._levelled(held).items())
+        held.update((name, bias.to(held[name].dtype)) for name, bias in self._corrected_biases(held).items())
         return held
 
     def _tensors_as_held(self) -> dict[str, Tensor]:
@@ -99,10 +99,10 @@ class Task(nn.Module):
             replaced[name] = tensor.to(self.anatomy.tensor(name).dtype)
         return replaced
 
-    def _levelled(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _corrected_biases(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Biases of norm layers, less what changed weights add to the mean of what the layers take in."""
         biases: dict[str, Tensor] = {}
-        for name, mean in self.means.items():
+        for name, mean in self.input_means.items():
             layer = str(self.anatomy.weights[name].feeds)
             norm: Any = self.anatomy.backbone.get_submodule(layer)
             change = widened(tensors[name]) - widened(self.anatomy.tensor(name).detach())
@@ -131,7 +131,7 @@ class Task(nn.Module):
         return [*self.parameters(), *held, *other]
 
     def roles(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What is learned, each with its role (scores, k, shift, weights, norms, head), so that each has its rate."""
+        """What is learned, each with its role (scores, k, k1, weights, norms, head), so that each has its rate."""
         head = set(self.anatomy.head_names())
         norms = {name for names in self.anatomy.norms.values() for name in names}
         held = [(t.role(name), p) for t in self.transforms.values() for name, p in t.named_parameters()]
@@ -152,43 +152,43 @@ class Task(nn.Module):
         ]
         return 32 * sum(kept) + sum(t.bits(statistics=statistics) for t in self.transforms.values())
 
-    def follow(self, reach: float, seed: int) -> None:
-        """Let k2 follow R in masks that have learned nothing yet (`Masked.follow`)."""
+    def scale_k2_by_r(self, reach: float, seed: int) -> None:
+        """Let k2 follow R in masks that have learned nothing yet (`Masked.scale_k2_by_r`)."""
         rng = torch.Generator().manual_seed(seed)
         for module in self._transforms.modules():
             if isinstance(module, Masked):
-                module.follow(reach, rng)
+                module.scale_k2_by_r(reach, rng)
         self.revision += 1
 
-    def lay_out(self, innermost: bool) -> None:
-        """Let masks that learn give W~ with the channels innermost: a convolution would else copy it on every step,
+    def set_channels_last(self, channels_last: bool) -> None:
+        """Let masks that learn give W~ with the channels last: a convolution would else copy it on every step,
         twice, where images are laid out so."""
         for module in self._transforms.modules():
             if isinstance(module, Masked):
-                module.innermost = innermost
+                module.channels_last = channels_last
         self.revision += 1
 
-    def level(self, means: Mapping[str, Tensor]) -> None:
+    def correct_mean_shift(self, means: Mapping[str, Tensor]) -> None:
         """Let what changes in a weight act on its inputs less their means, which are given by the weight's name.
 
         A bit that flips, or a weight that learns, moves its layer's output on every image alike by the mean of what it
         takes in. The bias of the norm layer behind it makes up for that from here on, as long as the task learns.
         """
-        self.means = dict(means)
+        self.input_means = dict(means)
         self.revision += 1
 
-    def unlevel(self) -> None:
+    def fold_mean_shift(self) -> None:
         """Let the biases be what they have come to. The task's tensors stay the same to the last bit."""
-        if self.means:
+        if self.input_means:
             with torch.no_grad():
-                for name, bias in self._levelled(self._tensors_as_held()).items():
+                for name, bias in self._corrected_biases(self._tensors_as_held()).items():
                     self.owned[name].copy_(bias)
-            self.means = {}
+            self.input_means = {}
             self.revision += 1
 
     def values(self) -> dict[str, Tensor]:
         """The state dict that this task would have without means."""
-        made_up = self._levelled(self._tensors_as_held()) if self.means else {}
+        made_up = self._corrected_biases(self._tensors_as_held()) if self.input_means else {}
         return {**self.state_dict(), **{f"_owned.{dotless(name)}": bias for name, bias in made_up.items()}}
 
     def start_from(self, earlier: "Task") -> None:
@@ -214,7 +214,7 @@ class Task(nn.Module):
 
     def freeze(self) -> "Task":
         """End of learning: masks become bits, nothing asks for a gradient. Outputs stay the same to the last bit."""
-        self.unlevel()
+        self.fold_mean_shift()
         for transform in self.transforms.values():
             transform.freeze()
         self.revision += 1
@@ -225,7 +225,7 @@ class Task(nn.Module):
         prunable = [t for t in self.transforms.values() if isinstance(t, Prunable)]
         if not prunable:
             raise TaskError(
-                f"task {self.name!r} is of method {self.card.method!r}, which has nothing to prune; PackNet has"
+                f"task {self.name!r} is of method {self.metadata.method!r}, which has nothing to prune; PackNet has"
             )
         if not 0 <= share < 1:
             raise TaskError(f"prune takes the share of weights to give up, at least 0 and below 1, not {share}")
@@ -241,7 +241,7 @@ class Task(nn.Module):
             return moved if moved.dtype == tensor.dtype else torch.empty_like(moved, dtype=tensor.dtype).copy_(tensor)
 
         self.revision += 1
-        self.means = {name: keep(mean) for name, mean in self.means.items()}
+        self.input_means = {name: keep(mean) for name, mean in self.input_means.items()}
         super()._apply(keep, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -254,7 +254,7 @@ class Task(nn.Module):
 
     def extra_repr(self) -> str:
         count = len(self.classes) if self.classes is not None else "no"
-        return f"{self.name!r}, method={self.card.method!r}, {count} classes, {self.bits() / 8000:.0f} kB"
+        return f"{self.name!r}, method={self.metadata.method!r}, {count} classes, {self.bits() / 8000:.0f} kB"
 
 
 def _note_exchange(task: Task, keys: Any) -> None:

@@ -174,7 +174,7 @@ def test_a_backbone_takes_a_task(name, tmp_path):
     lost = [n for n, p in task.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
     assert not lost
     still = {n for n, p in task.named_parameters() if not p.grad.any()}
-    assert {n for n in still if not n.endswith(".shift")} == set()  # k1 is nothing before or behind a layer norm
+    assert {n for n in still if not n.endswith(".k1")} == set()  # k1 is nothing before or behind a layer norm
     assert len(still) < len(task.transforms)
 
     result = run(net, images, task="t")

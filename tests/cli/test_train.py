@@ -49,8 +49,8 @@ def test_from_a_folder_to_a_task_file(run, tmp_path):
     ]
     assert [record["epoch"] for record in records] == [1, 2]
     archive = read_archive(tmp_path / "bitgraft-store/colours.safetensors")
-    assert archive.card.classes == ("blue", "green", "red")
-    assert archive.card.preprocessing["size"] == [16, 16]
+    assert archive.metadata.classes == ("blue", "green", "red")
+    assert archive.metadata.preprocessing["size"] == [16, 16]
     assert archive.metrics["test"]["accuracy"] > 0.3
 
 
@@ -64,7 +64,7 @@ def test_the_store_knows_its_backbone_and_json_is_all_that_is_printed(run, tmp_p
     assert code == 0
     assert "epoch 1/1" in err
     assert (report["task"], report["method"], len(report["history"])) == ("b", "simple", 1)
-    assert read_archive(report["file"]).card.options["k1"] == 0
+    assert read_archive(report["file"]).metadata.options["k1"] == 0
 
 
 def test_the_same_command_gives_the_same_bytes(run, tmp_path):
@@ -238,7 +238,7 @@ def test_several_data_sets_jointly(run, tmp_path):
     made = files(tmp_path / "joint")
     assert set(made) == {"a.safetensors", "b.safetensors", "weights/backbone.safetensors"}
     assert not (tmp_path / "joint/runs/_joint/state.pt").exists()
-    assert read_archive(tmp_path / "joint/b.safetensors").card.classes == ("blue", "red")
+    assert read_archive(tmp_path / "joint/b.safetensors").metadata.classes == ("blue", "red")
     code, out, _ = run("eval", "more", "--task", "b", "--store", "joint", "--json")
     assert code == 0
     accuracy = json.loads(out)["accuracy"]

@@ -36,7 +36,7 @@ def answer(path: str, task: str) -> list[float]:
     store = Store("bitgraft-store")
     net = store.network()
     held = store.load(net, task)
-    image = evaluation_tensor(Path(path), Preprocessing.from_dict(held.card.preprocessing))
+    image = evaluation_tensor(Path(path), Preprocessing.from_dict(held.metadata.preprocessing))
     with torch.no_grad():
         return net.eval()(image[None], task=task).softmax(1)[0].tolist()
 
@@ -173,7 +173,7 @@ def test_export_loads_without_bitgraft(run, tmp_path):
     model.load_state_dict(load_file(path))
     store = Store("bitgraft-store")
     held = store.load(store.network(), "hues")
-    image = evaluation_tensor(Path(SHOT), Preprocessing.from_dict(held.card.preprocessing))
+    image = evaluation_tensor(Path(SHOT), Preprocessing.from_dict(held.metadata.preprocessing))
     with torch.no_grad():
         assert model(image[None]).softmax(1)[0].tolist() == pytest.approx(answer(SHOT, "hues"), abs=1e-6)
 

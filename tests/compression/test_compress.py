@@ -258,8 +258,8 @@ def test_norms_head_and_biases_are_the_copys_and_the_weights_are_near(net):
     for name in [n for n in state if "norm" in n or n.startswith("fc.") or n.endswith("bias")]:
         assert name in tensors or name.endswith("num_batches_tracked")
         assert name not in tensors or torch.equal(tensors[name], state[name]), name
-    assert made.task.card.method == "full"
-    assert made.task.card.options["own"] == ("pointwise.bias",)
+    assert made.task.metadata.method == "full"
+    assert made.task.metadata.options["own"] == ("pointwise.bias",)
     left = sum(float((state[n] - tensors[n]).square().sum()) for n in made.task.transforms)
     change = sum(float((state[n] - net.anatomy.tensor(n).detach()).square().sum()) for n in made.task.transforms)
     assert made.kept == pytest.approx(1 - left / change, abs=1e-4)
@@ -338,7 +338,7 @@ def test_copies_from_everywhere_give_the_same_task(net, source, tmp_path):
         net.save_task("copy", given)
     task = compress(net, "small", given).task.freeze()
     expected = compress(net, "expected", state).task.freeze()
-    assert task.card.classes == expected.card.classes
+    assert task.metadata.classes == expected.metadata.classes
     answers = [run(net.eval(), batch(), task=name) for name in ("small", "expected")]
     torch.testing.assert_close(*answers, rtol=0, atol=2e-2 if source == "half" else 0)
 
@@ -354,7 +354,7 @@ def test_a_task_behind_a_network_of_features_keeps_its_head(tmp_path):
     learn(net, "copy", batch(8), steps=2)
     head = net.tasks["copy"].head.state_dict()
     small = compress(net, "small", net.tasks["copy"]).task
-    assert small.card.head == "linear"
+    assert small.metadata.head == "linear"
     assert all(torch.equal(tensor, head[name]) for name, tensor in small.head.state_dict().items())
 
 
@@ -451,7 +451,7 @@ def test_calibration_brings_answers_nearer_and_leaves_the_rest(net, masks):
     state["fc.weight"] *= 50  # so that features matter to the scores
     rng = torch.Generator().manual_seed(3)
     state |= {n: t + t.std() * torch.randn(t.shape, generator=rng) for n, t in state.items() if t.dim() == 4}
-    first, rates = compress(net, "first", state).task, {"scores": 3e-3, "k": 2e-3, "shift": 1e-3, "norms": 2e-3}
+    first, rates = compress(net, "first", state).task, {"scores": 3e-3, "k": 2e-3, "k1": 1e-3, "norms": 2e-3}
     config = CALIBRATION.changed(steps=30, batch=8, rates=rates)
     made = compress(net, "small", state, calibrate_on=images(), config=config, masks=masks, test=images())
     task = made.task
@@ -542,9 +542,9 @@ def test_a_task_of_another_store_into_a_new_one(command, place, tmp_path):
     assert f"wrote {store}/small.safetensors" in out
     opened = Store(store)
     archive = opened.archive("small")
-    assert archive.card.method == "full"
-    assert archive.card.classes == ("blue", "green", "red")
-    assert archive.card.preprocessing == Store("source").archive("colours").card.preprocessing
+    assert archive.metadata.method == "full"
+    assert archive.metadata.classes == ("blue", "green", "red")
+    assert archive.metadata.preprocessing == Store("source").archive("colours").metadata.preprocessing
     assert archive.metrics["test"]["accuracy"] == archive.metrics["compressed"]["accuracy_compressed"]
     code, _, err = command("source/colours", "--task", "small", "--store", store)
     assert code == 1
@@ -581,9 +581,9 @@ def test_plain_weights_with_calibration_as_json(command):
 
 def test_exported_weights_say_their_classes_and_size(command):
     assert command("plain.safetensors", "--task", "exported", "--store", "source", "--eval", "photos")[0] == 0
-    card = Store("source").archive("exported").card
-    assert card.classes == ("blue", "green", "red")
-    assert card.preprocessing["size"] == [16, 16]
+    metadata = Store("source").archive("exported").metadata
+    assert metadata.classes == ("blue", "green", "red")
+    assert metadata.preprocessing["size"] == [16, 16]
 
 
 def test_data_of_other_classes_calibrates_but_does_not_measure(command, tmp_path):
@@ -626,4 +626,4 @@ def test_what_is_refused_leaves_no_trace(command, place, args, code, said):
 def test_classes_from_a_file_and_from_the_command_line(command):
     for name, names in (("a", "names.txt"), ("b", "blue, green,red")):
         assert command("bare.safetensors", "--task", name, "--store", "source", "--classes", names)[0] == 0
-        assert Store("source").archive(name).card.classes == ("blue", "green", "red")
+        assert Store("source").archive(name).metadata.classes == ("blue", "green", "red")

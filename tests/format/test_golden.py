@@ -16,7 +16,7 @@ from torch import nn
 
 import bitgraft
 from bitgraft.format import archive
-from bitgraft.task import Card
+from bitgraft.task import Metadata
 
 torch.set_num_threads(1)
 GOLDEN = Path(__file__).parents[1] / "golden" / "format-1.safetensors"
@@ -46,7 +46,7 @@ def task() -> archive.Archive:
         "threshold": 0.0,
         "init": (1e-4, 2e-4),
     }
-    card = Card("golden", "full", options, "classes", ("ja", "né"), {"size": [11], "mean": [0.5]}, {})
+    metadata = Metadata("golden", "full", options, "classes", ("ja", "né"), {"size": [11], "mean": [0.5]}, {})
     tensors = {
         "0.weight:mask": torch.tensor([0b10110001, 0b00000101], dtype=torch.uint8),
         "0.weight:k": torch.tensor([1.0, -0.5, 0.25, 2.0]),
@@ -58,7 +58,7 @@ def task() -> archive.Archive:
         "3.bias": torch.tensor([0.0, 3.0]),
     }
     shapes = {"0.weight": (1, 1, 11)}
-    return archive.Archive(card, network().fingerprint, "3", shapes, {"top1": 87.5}, tensors)
+    return archive.Archive(metadata, network().fingerprint, "3", shapes, {"top1": 87.5}, tensors)
 
 
 def network() -> bitgraft.Network:
@@ -268,7 +268,7 @@ def test_the_specification_computes_what_a_task_leans_on(tmp_path: Path) -> None
         net.add_task(name, classes=2, method="packnet").prune(0.5)
     leans: dict[str, str] = {}
     for name in ("first", "second", "third"):
-        assert net.tasks[name].card.leans_on == leans
+        assert net.tasks[name].metadata.leans_on == leans
         net.save_task(name, tmp_path / name)
         about, tensors = read_from_the_specification((tmp_path / name).read_bytes())
         assert about["leans_on"] == leans

@@ -292,7 +292,7 @@ def test_classes_that_do_not_fit_the_head(classes: Any, tmp_path: Path) -> None:
 
 def test_a_number_of_classes_is_bounded_where_no_head_bounds_it() -> None:
     most = archive.from_bytes(crafted(put("classes", 2**20), head="keep"))
-    assert len(most.card.classes or ()) == 2**20
+    assert len(most.metadata.classes or ()) == 2**20
     with pytest.raises(ClassesError, match="its classes, 1048577, are"):
         archive.from_bytes(crafted(put("classes", 2**20 + 1), head="keep"))
 
@@ -583,7 +583,7 @@ def test_any_options_load_or_are_refused_with_our_own_errors(data: st.DataObject
     name = data.draw(st.sampled_from([*sorted(draft.about["options"]), "rank", "alpha", "keep", "base"]))
     draft.about["options"] = {name: data.draw(json_values)}
     with contextlib.suppress(ArchiveError):
-        assert load(draft.build()).card.options[name] is not None
+        assert load(draft.build()).metadata.options[name] is not None
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)

@@ -78,7 +78,7 @@ def same_outputs(one: bitgraft.Network, other: bitgraft.Network, task: str = "t"
 
 
 def assert_same_task(saved: bitgraft.Task, loaded: bitgraft.Task) -> None:
-    assert dataclasses.asdict(loaded.card) == dataclasses.asdict(saved.card)
+    assert dataclasses.asdict(loaded.metadata) == dataclasses.asdict(saved.metadata)
     assert loaded.metrics == saved.metrics
     before, after = archive.pack_task(saved, ""), archive.pack_task(loaded, "")
     assert before.tensors.keys() == after.tensors.keys()
@@ -170,9 +170,9 @@ def test_preprocessing_classes_and_another_name_survive(tmp_path: Path) -> None:
     assert loaded.name == "copy"
     assert set(net.tasks) == {"t", "numbered", "copy"}
     assert loaded.classes == tuple(CLASSES)
-    assert dict(loaded.card.preprocessing) == about
+    assert dict(loaded.metadata.preprocessing) == about
     assert same_outputs(net, net, "t", "copy")
-    assert bitgraft.read_archive(tmp_path / "numbered.safetensors").card.classes == ("0", "1", "2")
+    assert bitgraft.read_archive(tmp_path / "numbered.safetensors").metadata.classes == ("0", "1", "2")
     assert b'\\"classes\\":3' in (tmp_path / "numbered.safetensors").read_bytes()
 
 
@@ -263,10 +263,10 @@ def test_what_a_task_leans_on_is_known_by_weights_and_not_by_its_head(tmp_path: 
     assert archive.content(dataclasses.replace(first, tensors=weights)) == archive.content(first)
     changed = dict(first.tensors, **{"0.weight:values": first.tensors["0.weight:values"] + 1})
     assert archive.content(dataclasses.replace(first, tensors=changed)) != archive.content(first)
-    other_base = dataclasses.replace(first.card, leans_on={"z": "0" * 64})
-    assert archive.content(dataclasses.replace(first, card=other_base)) != archive.content(first)
+    other_base = dataclasses.replace(first.metadata, leans_on={"z": "0" * 64})
+    assert archive.content(dataclasses.replace(first, metadata=other_base)) != archive.content(first)
     named = dataclasses.replace(other_base, name="y", leans_on={"x": "0" * 64})
-    one, other = (archive.content(dataclasses.replace(first, card=card)) for card in (other_base, named))
+    one, other = (archive.content(dataclasses.replace(first, metadata=metadata)) for metadata in (other_base, named))
     assert one == other, "names are no part of it, so tasks may be loaded under others"
 
 

@@ -182,8 +182,8 @@ ROLES = {
     "packnet": {"weights", "head"},
     "piggyback": {"scores", "head"},
     "piggyback-bn": {"scores", "norms", "head"},
-    "simple": {"scores", "k", "shift", "norms", "head"},
-    "full": {"scores", "k", "shift", "norms", "head"},
+    "simple": {"scores", "k", "k1", "norms", "head"},
+    "full": {"scores", "k", "k1", "norms", "head"},
     "adapters-series": {"weights", "norms", "head"},
     "adapters-joint": {"weights", "norms", "head"},
     "adapters-parallel": {"weights", "norms", "head"},
@@ -449,7 +449,7 @@ def test_the_ablation_in_the_docs_is_the_papers():
         printed = tuple(None if row[k] == "learned" else float(row[k]) for k in ("k0", "k1", "k2", "k3"))
         assert printed == fixed, name
         task = net.add_task(str(index), classes=3, method=row["method"].strip("`"), **read_options(row["options"]))
-        assert task.card.options["norms"] is norms, name
+        assert task.metadata.options["norms"] is norms, name
         for made in task.transforms.values():
             assert isinstance(made, Masked)
             assert made.rule.fixed == fixed, name

@@ -148,8 +148,9 @@ def test_text_in_svg_stays_text():
 
 def test_matplotlib_is_loaded_late_and_its_global_state_stays():
     code = (
-        "import sys, bitgraft.paper.figures as figures; before = 'matplotlib' in sys.modules; figures.check_installed(); "
-        "figure = figures.learning_curves({'full': []}); figures.rendered(figure, 'png'); import matplotlib; "
+        "import sys, bitgraft.paper.figures as figures; before = 'matplotlib' in sys.modules; "
+        "figures.check_installed(); figure = figures.learning_curves({'full': []}); "
+        "figures.rendered(figure, 'png'); import matplotlib; "
         "print(before, 'matplotlib.pyplot' in sys.modules, matplotlib.rcParams['axes.spines.top'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

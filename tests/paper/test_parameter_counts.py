@@ -80,7 +80,9 @@ def test_a_counted_file_is_the_real_one(method: str, tmp_path: Path) -> None:
     net = Network(wide_resnet(10, 1))
     net.add_task("real", method=method, head="keep")
     net.save_task("real", tmp_path / "real.safetensors")
-    assert 0 < os.path.getsize(tmp_path / "real.safetensors") - counted < 1200  # the card: method, options, fingerprint
+    assert (
+        0 < os.path.getsize(tmp_path / "real.safetensors") - counted < 1200
+    )  # the metadata: method, options, fingerprint
 
 
 def test_packnets_mean_file_is_that_of_a_real_chain(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_a_head_module_takes_the_last_layers_place_or_stands_behind_the_features
     learn(net, "t", x)
     assert all(p.grad is not None for p in head.parameters())
     assert head.norm.num_batches_tracked == 2
-    assert {role for role, _ in task.roles()} == {"scores", "k", "shift", "norms", "head"}
+    assert {role for role, _ in task.roles()} == {"scores", "k", "k1", "norms", "head"}
     answer = run(net, x, task="t")
     assert answer.shape == (4, 4)
     plain = net.export("t")
@@ -218,6 +218,8 @@ def test_a_backbone_that_wraps_its_features_gets_no_head_behind():
 
 def test_preprocessing_is_the_backbones_unless_given():
     net = Network(timm.create_model("resnet10t"), example=(1, 3, 32, 32))
-    stated = net.add_task("stated", classes=2).card.preprocessing
+    stated = net.add_task("stated", classes=2).metadata.preprocessing
     assert (stated["size"], stated["interpolation"]) == ([176, 176], "bicubic")
-    assert net.add_task("given", classes=2, preprocessing={"size": [64, 64]}).card.preprocessing == {"size": [64, 64]}
+    assert net.add_task("given", classes=2, preprocessing={"size": [64, 64]}).metadata.preprocessing == {
+        "size": [64, 64]
+    }

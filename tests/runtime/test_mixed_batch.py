@@ -103,7 +103,7 @@ def test_tasks_at_rest_take_turns_in_one_layers_memory(large, passes, monkeypatc
     monkeypatch.setattr(mixed_batch, "LARGE", 0 if large else mixed_batch.LARGE)
     rooms = []
     switch = cpu.Switch
-    monkeypatch.setattr(cpu, "Switch", lambda mask: rooms.append(mask.room) or switch(mask))
+    monkeypatch.setattr(cpu, "Switch", lambda mask: rooms.append(mask.out) or switch(mask))
     torch.manual_seed(0)
     x = batch(8, 3, 32, 32)
     net = taught(timm.create_model("resnet18", num_classes=6).eval(), x, ("full", "simple", "piggyback-bn"))

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from bitgraft import Network
-from bitgraft.runtime.task_module import Graft
+from bitgraft.runtime.task_module import TaskModule
 
 OPEN_WITHOUT_BITGRAFT = """
 import sys
@@ -143,11 +143,11 @@ def test_a_layer_that_stands_in_two_places_keeps_its_adapter_in_both():
 def test_parameters_that_the_task_does_not_replace_are_shared_and_buffers_are_not():
     backbone = tiny()
     task = Network(backbone).add_task("t", classes=3, method="classifier")
-    graft = Graft(task)
-    graft.refresh()
-    assert graft.module.stem.weight.data_ptr() == backbone.stem.weight.data_ptr()
-    assert graft.module.norm1.running_mean.data_ptr() != backbone.norm1.running_mean.data_ptr()
-    assert graft.module.stem is not backbone.stem
+    task_module = TaskModule(task)
+    task_module.refresh()
+    assert task_module.module.stem.weight.data_ptr() == backbone.stem.weight.data_ptr()
+    assert task_module.module.norm1.running_mean.data_ptr() != backbone.norm1.running_mean.data_ptr()
+    assert task_module.module.stem is not backbone.stem
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -230,7 +230,7 @@ def test_a_web_server_that_misbehaves(site):
     refuse(SharingError, "http://example.org/x is not encrypted", f"{here}/away")
     refuse(SharingError, "is not encrypted|could not be fetched|says 302", f"{here}/file")
     refuse(SharingError, "says 302", f"{here}/round")
-    assert fetch(f"{here}/moved").archive.card.name == "flowers"
+    assert fetch(f"{here}/moved").archive.metadata.name == "flowers"
     with pytest.raises(SharingError, match="took too long"):
         web.download(f"{here}/flowers.safetensors", Path("out"), 1 << 30, deadline=-1.0)
 
@@ -279,10 +279,10 @@ def test_what_does_not_belong_in_the_store(shop):
     archive = read_archive("ours/flowers.safetensors")
     Path("box").mkdir()
     evil = Path("box/evil.safetensors")
-    evil.write_bytes(to_bytes(replace(archive, card=replace(archive.card, name="../../up"))))
+    evil.write_bytes(to_bytes(replace(archive, metadata=replace(archive.metadata, name="../../up"))))
     refuse(ArchiveError, "cannot be a task's name", "box")
-    leaning = replace(archive.card, method="packnet", options={}, leans_on={"flowers": "0" * 64})
-    evil.write_bytes(to_bytes(replace(archive, card=leaning)))
+    leaning = replace(archive.metadata, method="packnet", options={}, leans_on={"flowers": "0" * 64})
+    evil.write_bytes(to_bytes(replace(archive, metadata=leaning)))
     refuse(MissingTaskError, "builds on task 'flowers', which the store at theirs does not have", "box")
     before = contents("ours")
     with pytest.raises(MissingTaskError):  # one of that name is there, but not the one that is meant

@@ -89,8 +89,8 @@ def test_gradients_of_shared_weights_are_those_of_an_ordinary_module():
     """The reference: the same layers written out, one step of plain SGD for each task in turn."""
     sgd = SHORT.changed(
         epochs=1, batch=50, optimizers=dict.fromkeys(SHORT.optimizers, "sgd"), rates=dict.fromkeys(SHORT.rates, 0.1),
-        momentum=0.0, head_start=False, statistics="batch", warmup=0.0, schedule="constant", eps=1e-8,
-        centre=False, label_smoothing=0.0,
+        momentum=0.0, head_init=False, statistics="batch", warmup=0.0, schedule="constant", eps=1e-8,
+        gradient_centralization=False, label_smoothing=0.0,
     )  # fmt: skip
     net = joint_network()
     plain = {}

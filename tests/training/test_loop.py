@@ -22,7 +22,7 @@ from bitgraft.training.config import DECATHLON, IMAGENET_TO_SKETCH, QUICK, Confi
 from bitgraft.training.evaluation import score
 from bitgraft.training.loader import Batches
 from bitgraft.training.loop import StoppedError, fit
-from bitgraft.training.optimizers import build, centre, rate_factor, steady
+from bitgraft.training.optimizers import build, centralize_gradients, clip_to_ema_norm, rate_factor
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -54,7 +54,7 @@ def test_the_backbone_is_untouched():
 @pytest.mark.parametrize(("statistics", "moved"), [("batch", True), ("kept", False)])
 def test_statistics_of_the_batch_or_kept(statistics, moved):
     net = network()
-    fit(net, "stripes", stripes(32, 1), None, SHORT.changed(statistics=statistics, head_start=False))
+    fit(net, "stripes", stripes(32, 1), None, SHORT.changed(statistics=statistics, head_init=False))
     task = net.tasks["stripes"]
     same = torch.equal(task.owned["1.running_mean"], net.backbone[1].running_mean)
     assert same is not moved
@@ -204,7 +204,7 @@ def test_packnet_goes_through_its_phases(monkeypatch):
 
 def test_tasks_trained_in_turns_equal_tasks_trained_apart(tmp_path):
     """They share nothing that is learned, so that taking turns changes nothing but the order of the steps."""
-    config = SHORT.changed(schedule="constant", warmup=0.0, head_start=False)
+    config = SHORT.changed(schedule="constant", warmup=0.0, head_init=False)
     still = backbone()
     for module in still.modules():
         if isinstance(module, nn.Dropout):
@@ -249,12 +249,12 @@ def test_centred_gradients_have_no_mean_over_a_filter():
     """Of what makes up most of a task; norms, k and the head keep theirs."""
     learned = {role: torch.nn.Parameter(torch.randn(4, 3, 2)) for role in ("scores", "weights", "head")}
     learned["norms"] = torch.nn.Parameter(torch.randn(5))
-    config = Config(centre=True)
+    config = Config(gradient_centralization=True)
     optimizers = build(learned.items(), config, registry.get("full").phases[0])
     before = {role: torch.randn_like(parameter) for role, parameter in learned.items()}
     for role, parameter in learned.items():
         parameter.grad = before[role].clone()
-    centre(optimizers)
+    centralize_gradients(optimizers)
     for role in ("head", "norms"):
         assert torch.equal(learned[role].grad, before[role])
     for role in ("scores", "weights"):
@@ -264,7 +264,7 @@ def test_centred_gradients_have_no_mean_over_a_filter():
 
 def test_steady_gradients_are_at_most_what_adam_remembers():
     parameter, still = (torch.nn.Parameter(torch.zeros(3, 4)) for _ in range(2))
-    config = Config(steady=True)
+    config = Config(clip_to_ema_norm=True)
     optimizers = build([("scores", parameter), ("norms", still)], config, registry.get("full").phases[0])
     seen = [torch.randn(3, 4) * size for size in (1.0, 3.0, 0.5)]
     for grad in seen:
@@ -276,20 +276,20 @@ def test_steady_gradients_are_at_most_what_adam_remembers():
     for size in (0.01, 100.0):
         grad = torch.randn(3, 4) * size
         parameter.grad = grad.clone()
-        steady(optimizers)
+        clip_to_ema_norm(optimizers)
         bound = min(1.0, float(past.sum().sqrt() / grad.norm()))
         assert torch.allclose(parameter.grad, grad * bound, rtol=1e-4)
         assert (bound == 1.0) == (size < 1)
     assert still.grad is None
     parameter.grad = torch.zeros(3, 4)
-    steady(optimizers)
+    clip_to_ema_norm(optimizers)
     assert torch.equal(parameter.grad, torch.zeros(3, 4))
 
 
 def test_a_tensor_whose_first_gradients_are_0_is_not_held_there():
     """R has none while k2 = k3 = 0, as the paper begins: bits must flip all the same."""
     net = network("full")
-    config = SHORT.changed(steady=True, follow=0.0, epochs=4, rates=dict.fromkeys(QUICK.rates, 1e-2))
+    config = SHORT.changed(clip_to_ema_norm=True, scale_k2_by_r=0.0, epochs=4, rates=dict.fromkeys(QUICK.rates, 1e-2))
     fit(net, "stripes", stripes(48, 1), None, config)
     masks = [transform.mask() for transform in net.tasks["stripes"].transforms.values()]
     assert all(0 < mask.float().mean() < 1 for mask in masks)
@@ -305,8 +305,8 @@ def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_good_state(tmp_pat
         assert math.isfinite(float(state["sums"][0]))
 
 
-@pytest.mark.parametrize("head_start", [True, False])
-def test_labels_outside_the_head_are_named(head_start):
+@pytest.mark.parametrize("head_init", [True, False])
+def test_labels_outside_the_head_are_named(head_init):
     images, labels = stripes(30, 1).tensors
     with pytest.raises(TrainingError, match=r"label 7, but task 'stripes' has 3 classes"):
         fit(
@@ -314,7 +314,7 @@ def test_labels_outside_the_head_are_named(head_start):
             "stripes",
             TensorDataset(images, labels.where(labels != 2, torch.tensor(7))),
             None,
-            SHORT.changed(head_start=head_start),
+            SHORT.changed(head_init=head_init),
         )
 
 
@@ -423,7 +423,7 @@ def test_class_weights():
     said = []
     for weights in (None, "balanced"):
         net = network("classifier")
-        fit(net, "stripes", data, None, SHORT.changed(class_weights=weights, head_start=False, rates={"head": 1e-2}))
+        fit(net, "stripes", data, None, SHORT.changed(class_weights=weights, head_init=False, rates={"head": 1e-2}))
         with torch.no_grad():
             said.append(net(images, task="stripes").softmax(1)[:, 1].mean())
     assert said[1] > said[0]
@@ -489,20 +489,20 @@ def test_the_papers_protocols_are_as_published():
         assert config.rates["head"] == 1e-3
         assert config.optimizers["head"] == "sgd"
         assert config.momentum == 0.9
-        assert {config.rates[role] for role in ("scores", "k", "shift", "norms", "weights")} == {1e-4}
-        assert {config.optimizers[role] for role in ("scores", "k", "shift", "norms", "weights")} == {"adam"}
+        assert {config.rates[role] for role in ("scores", "k", "k1", "norms", "weights")} == {1e-4}
+        assert {config.optimizers[role] for role in ("scores", "k", "k1", "norms", "weights")} == {"adam"}
         assert not config.weight_decay
-        assert not config.head_start
+        assert not config.head_init
     assert DECATHLON.resize == 72
 
 
 def test_methods_that_were_not_measured_with_levelling_have_the_settings_they_were_measured_with():
     as_before = ["classifier", "dan", "adapters-series", "adapters-parallel", "adapters-joint", "packnet", "lora"]
     for name in [*as_before, "piggyback"]:
-        assert preset("quick", name) == preset("quick-unlevelled", name)
+        assert preset("quick", name) == preset("quick-uncorrected", name)
     for name in ("full", "simple", "piggyback-bn", "finetune"):
-        assert preset("quick", name).level
-        assert not preset("quick-unlevelled", name).level
+        assert preset("quick", name).mean_shift_correction
+        assert not preset("quick-uncorrected", name).mean_shift_correction
 
 
 def test_rates_by_step():
@@ -534,5 +534,5 @@ def test_bad_settings_are_one_sentence(changes, message):
 
 
 def test_unknown_preset():
-    with pytest.raises(TrainingError, match="known are quick, quick-unlevelled, imagenet-to-sketch, decathlon"):
+    with pytest.raises(TrainingError, match="known are quick, quick-uncorrected, imagenet-to-sketch, decathlon"):
         preset("fast")

@@ -97,11 +97,11 @@ def test_what_a_norm_gives_in_the_mean_stays_however_the_weight_before_it_change
             return inside[0].mean((0, 2, 3))
 
         before = mean()
-        task.level(look(net, "t", batches(x), CPU, means=True).means)
+        task.correct_mean_shift(look(net, "t", batches(x), CPU, means=True).means)
         with torch.no_grad():
             task.owned[f"{layer}.weight"] += torch.randn(task.owned[f"{layer}.weight"].shape)
         torch.testing.assert_close(mean(), before, rtol=1e-4, atol=1e-5)
-        task.means = {}
+        task.input_means = {}
         task.revision += 1
         assert not torch.allclose(mean(), before, atol=1e-2)
 
@@ -110,15 +110,15 @@ def test_what_a_norm_gives_in_the_mean_stays_however_the_weight_before_it_change
 def test_biases_take_up_what_they_make_up_for_to_the_last_bit(method):
     net, x = network(method), images()
     task = net.tasks["t"]
-    task.level(look(net, "t", batches(x), CPU, means=True).means)
-    assert sorted(task.means) == ["0.weight", "3.weight", "6.weight"] == sorted(levelled(task))
+    task.correct_mean_shift(look(net, "t", batches(x), CPU, means=True).means)
+    assert sorted(task.input_means) == ["0.weight", "3.weight", "6.weight"] == sorted(levelled(task))
     changed(task)
     with torch.no_grad():
         before, values = net(x, task="t"), {n: v.clone() for n, v in task.values().items()}
     plain = copy.deepcopy(task)
     plain.means = {}
-    task.unlevel()
-    assert not task.means
+    task.fold_mean_shift()
+    assert not task.input_means
     with torch.no_grad():
         assert torch.equal(net(x, task="t"), before)
     assert all(torch.equal(tensor, values[name]) for name, tensor in task.state_dict().items())
@@ -134,12 +134,12 @@ def test_gradients_reach_a_weight_through_the_bias_that_makes_up_for_it():
     task = net.tasks["t"]
     changed(task)
     means = look(net, "t", batches(x), CPU, means=True).means
-    task.level({"0.weight": means["0.weight"]})
+    task.correct_mean_shift({"0.weight": means["0.weight"]})
     task.train()
     task.holds_statistics = True
     net(x, task="t").square().sum().backward()
     found = task.owned["0.weight"].grad.clone()
-    task.unlevel()
+    task.fold_mean_shift()
     task.zero_grad()
     net(x, task="t").square().sum().backward()
     weight, bias = task.owned["0.weight"].grad, task.owned["1.bias"].grad
@@ -159,10 +159,10 @@ def test_tasks_without_norms_of_their_own_have_nothing_to_level():
 def test_a_run_leaves_no_means_and_what_it_scored(statistics, keep, tmp_path):
     net, x = network(), images(48)
     data = TensorDataset(x, torch.arange(48) % 3)
-    config = preset("quick", "full").changed(epochs=3, level=True, statistics=statistics, keep=keep)
+    config = preset("quick", "full").changed(epochs=3, mean_shift_correction=True, statistics=statistics, keep=keep)
     result = bitgraft.fit(net, "t", data, data, config)
     task = net.tasks["t"]
-    assert not task.means
+    assert not task.input_means
     kept = result.history[-1] if keep == "last" else result.best
     with torch.no_grad():
         right = (net(x, task="t").argmax(1) == data.tensors[1]).float().mean()

@@ -44,8 +44,8 @@ def draw(seed: int, rows: int, length: int, odd: bool) -> tuple[torch.Tensor, ..
     return weight, scores, grad, k
 
 
-def forward(scores, at, weight, k, innermost=False):
-    return cpu.forward([Scored(weight, scores, at, k, innermost)])[0]
+def forward(scores, at, weight, k, channels_last=False):
+    return cpu.forward([Scored(weight, scores, at, k, channels_last)])[0]
 
 
 def backward(grad, scores, at, weight, k):
@@ -99,9 +99,9 @@ def test_with_the_channels_innermost_there_is_the_same(seed, shape, per_row, odd
     weight, scores, grad = (t.view(shape) for t in (weight, scores, grad))
     k = k if per_row else k[:, 0].clone()
     plain = forward(scores, 0.1, weight, k)
-    turned = forward(scores, 0.1, weight, k, innermost=True)
-    assert turned.is_contiguous(memory_format=torch.channels_last)
-    same_bits(turned, plain)
+    transposed = forward(scores, 0.1, weight, k, channels_last=True)
+    assert transposed.is_contiguous(memory_format=torch.channels_last)
+    same_bits(transposed, plain)
     laid_out = grad.contiguous(memory_format=torch.channels_last)
     to_mask, sums = backward(laid_out, scores, 0.1, weight, k)
     expected, expected_sums = backward(grad, scores, 0.1, weight, k)
@@ -174,18 +174,18 @@ def test_many_weights_in_one_call_are_as_one_by_one(sizes):
     )
 )
 def test_many_masks_that_learn_are_in_one_call_as_one_by_one(sizes):
-    """Each with its own threshold, one k for a layer or for each filter, some turned on the way."""
+    """Each with its own threshold, one k for a layer or for each filter, some transposed on the way."""
     masks = []
-    for seed, (rows, inputs, edge, by_row, innermost) in enumerate(sizes):
+    for seed, (rows, inputs, edge, by_row, channels_last) in enumerate(sizes):
         weight, scores, _, k = draw(seed, rows, inputs * edge * edge, True)
         shape = (rows, inputs, edge, edge)
         k = k if by_row else k[:, 0].contiguous()
-        masks.append(Scored(weight.view(shape), scores.view(shape), seed / 10, k, innermost))
+        masks.append(Scored(weight.view(shape), scores.view(shape), seed / 10, k, channels_last))
     for mask, found in zip(masks, cpu.forward(masks), strict=True):
         expected = affine(mask.weight, mask.scores >= mask.threshold, mask.k.view(4, -1, 1, 1, 1))
         same_bits(found.contiguous(), expected.contiguous())
         same_bits(found, cpu.forward([mask])[0])
-        assert not mask.innermost or found.is_contiguous(memory_format=torch.channels_last)
+        assert not mask.channels_last or found.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("shape", [(8, 1, 3, 3), (6, 4, 1, 1), (6, 4, 3, 3)])
@@ -193,7 +193,7 @@ def test_masks_that_learn_are_laid_out_alike_either_way(shape, monkeypatch):
     """Convolutions look at strides that mean nothing, of dimensions of size 1, and round otherwise."""
     rule = MaskRule((None,) * 4, 0.0, "identity", False)
     mask = Masked(Weight("w", torch.Size(shape), "conv", 1), rule, torch.randn(shape))
-    mask.innermost = True
+    mask.channels_last = True
     one = mask(torch.randn(shape))
     monkeypatch.setattr(cpu, "native", lambda: None)
     monkeypatch.setattr(cpu, "worth_a_call", lambda weights: False)
@@ -209,11 +209,11 @@ LAYERS = [nn.Conv2d(4, 6, 3), nn.Conv2d(4, 6, 3, groups=2), nn.Linear(7, 5), nn.
 @pytest.mark.parametrize(
     "k", [("learn",) * 4, (1.0, "learn", "learn", 0.0), (0.0, 0.0, 0.0, 1.0), (1.0, 0.5, "learn", 2.0)]
 )
-@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize("k2_scaled_by_r", [False, True])
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("innermost", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
 def test_a_layer_learns_the_same_with_and_without_the_compiled_loops(
-    layer, per, surrogate, k, follows, memory, innermost, monkeypatch
+    layer, per, surrogate, k, k2_scaled_by_r, memory, channels_last, monkeypatch
 ):
     tensor = layer.weight.detach()
     tensor = tensor.to(memory_format=memory) if tensor.dim() == 4 else tensor
@@ -224,15 +224,15 @@ def test_a_layer_learns_the_same_with_and_without_the_compiled_loops(
     results = []
     for fast in (True, False):
         monkeypatch.setattr(cpu, "SMALL", 0 if fast else 1 << 40)
-        made = build(weight, options.rule(weight), tensor, follows)
-        made.innermost = innermost
+        made = build(weight, options.rule(weight), tensor, k2_scaled_by_r)
+        made.channels_last = channels_last
         learning = made(tensor)
-        if innermost and kind == "conv":
+        if channels_last and kind == "conv":
             assert learning.is_contiguous(memory_format=torch.channels_last)
-        elif not innermost:
+        elif not channels_last:
             assert learning.stride() == tensor.stride()
         learning.backward(upstream)
-        gradients = [p.grad for p in (made.k, made.shift) if p is not None]
+        gradients = [p.grad for p in (made.k, made.k1) if p is not None]
         scores = made.scores.grad
         made.freeze()
         assert torch.equal(made(tensor), learning)
@@ -244,11 +244,11 @@ def test_a_layer_learns_the_same_with_and_without_the_compiled_loops(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def build(weight: Weight, rule: MaskRule, tensor: torch.Tensor, follows: bool) -> Masked:
+def build(weight: Weight, rule: MaskRule, tensor: torch.Tensor, k2_scaled_by_r: bool) -> Masked:
     rng = torch.Generator().manual_seed(3)
     made = Masked(weight, rule, torch.empty_like(tensor).copy_(torch.randn(tensor.shape, generator=rng)))
-    made.follows = follows and rule.fixed[1] is rule.fixed[2] is None  # as `follow` has it
-    for parameter in (made.k, made.shift):
+    made.k2_scaled_by_r = k2_scaled_by_r and rule.fixed[1] is rule.fixed[2] is None  # as `scale_k2_by_r` has it
+    for parameter in (made.k, made.k1):
         if parameter is not None:
             parameter.data = torch.randn(parameter.shape, generator=rng)
     return made

@@ -67,7 +67,7 @@ def transform(weight: Weight, tensor: torch.Tensor, k=LEARNED, seed: int = 0, **
     rng = torch.Generator().manual_seed(seed)
     scores = strided_like(tensor, chosen.threshold + torch.randn(weight.shape, generator=rng))
     made = Masked(weight, chosen.rule(weight), scores)
-    for parameter in (made.k, made.shift):
+    for parameter in (made.k, made.k1):
         if parameter is not None:
             parameter.data = torch.randn(parameter.shape, generator=rng)
     return made
@@ -82,7 +82,7 @@ def fresh(weight: Weight, tensor: torch.Tensor, k, **options) -> Masked:
 def gradients(made: Masked) -> torch.Tensor:
     """The gradients to the learned k, in the order of k0..k3."""
     kept = {} if made.k is None else dict(zip([i for i in made.rule.learned if i != 1], made.k.grad, strict=True))
-    return torch.stack([made.shift.grad if i == 1 else kept[i] for i in made.rule.learned])
+    return torch.stack([made.k1.grad if i == 1 else kept[i] for i in made.rule.learned])
 
 
 def naive(made: Masked, tensor: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ def test_w_is_equation_2_for_every_choice_of_learned_and_constant_k(learned, per
     for yes, row, constant in zip(learned, values, constants, strict=True):
         assert yes or torch.equal(row, torch.full_like(row, constant))
     assert made.rule.learned == [i for i, yes in enumerate(learned) if yes]
-    assert sum(p.numel() for n, p in made.named_parameters() if n in ("k", "shift")) == sum(learned) * values[0].numel()
+    assert sum(p.numel() for n, p in made.named_parameters() if n in ("k", "k1")) == sum(learned) * values[0].numel()
     expected = reference(weight, tensor, made.scores >= 0, values)
     torch.testing.assert_close(made(tensor).double(), expected, rtol=1e-5, atol=1e-6)
 
@@ -207,7 +207,7 @@ def test_gradients_to_k_match_finite_differences_and_plain_autograd(name, per):
     (naive(made, tensor, k, (made.scores >= 0).double()).square() * upstream).sum().backward()
     torch.testing.assert_close(gradients(made), k.grad)
     step = 1e-5
-    for parameter in (made.k, made.shift):
+    for parameter in (made.k, made.k1):
         flat = parameter.data.view(-1)
         for i, exact in enumerate(parameter.grad.view(-1)):
             flat[i] += step
@@ -231,7 +231,7 @@ def test_a_constant_k_changes_no_other_gradient(learned):
         (some(tensor) * upstream).sum().backward()
         rows = [i for i, yes in enumerate(learned) if yes]
         assert (some.k is None) == (not [i for i in rows if i != 1])
-        assert (some.shift is None) == (1 not in rows)
+        assert (some.k1 is None) == (1 not in rows)
         if rows:
             torch.testing.assert_close(gradients(some), gradients(every)[rows])
 
@@ -360,7 +360,7 @@ def test_a_transform_without_an_equation_says_so():
 
 
 def slow_following(made: Masked, tensor: torch.Tensor) -> torch.Tensor:
-    """W~ where k2 follows R, one output channel at a time, from the words of `Masked.follow`."""
+    """W~ where k2 follows R, one output channel at a time, from the words of `Masked.scale_k2_by_r`."""
     k = dict(zip(made.rule.kept, made.k.detach(), strict=True))
     out = torch.empty_like(tensor)
     for channel in range(len(tensor)):
@@ -369,7 +369,7 @@ def slow_following(made: Masked, tensor: torch.Tensor) -> torch.Tensor:
         size = made.scores.detach()[rows].abs().mean() * torch.exp(PACE * one(k[2]))
         mask = (made.scores.detach()[channel] >= 0).float()
         kept = tensor[channel] * (one(k[0]) if 0 in k else 1) + one(k[3]) * tensor[channel] * mask
-        out[channel] = kept + one(made.shift.detach()) + size * (2 * mask - 1)
+        out[channel] = kept + one(made.k1.detach()) + size * (2 * mask - 1)
     return out
 
 
@@ -379,43 +379,43 @@ def test_k2_follows_the_scores(k, per):
     layer = nn.Conv2d(30, 40, 3)
     weight, tensor = describe(layer), layer.weight.detach()
     made = fresh(weight, tensor, k, per=per)
-    made.follow(1e-3, torch.Generator().manual_seed(0))
+    made.scale_k2_by_r(1e-3, torch.Generator().manual_seed(0))
     assert 0.45 < made.mask().float().mean() < 0.55
     assert torch.allclose(made(tensor), slow_following(made, tensor), atol=1e-7)
     assert torch.allclose((made(tensor).detach() - tensor).abs().mean(), torch.tensor(5e-4), rtol=0.05)
     rng = torch.Generator().manual_seed(1)
-    for parameter in (made.scores, made.k, made.shift):
+    for parameter in (made.scores, made.k, made.k1):
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=rng)
     learned = made(tensor).detach()
     assert torch.allclose(learned, slow_following(made, tensor), atol=1e-6)
-    made.follow(0.5, torch.Generator().manual_seed(1))  # it has learned something: nothing happens
+    made.scale_k2_by_r(0.5, torch.Generator().manual_seed(1))  # it has learned something: nothing happens
     assert torch.equal(made(tensor), learned)
     made.freeze()
-    assert made.shift is None
+    assert made.k1 is None
     assert torch.equal(made(tensor), learned)
 
 
 @pytest.mark.parametrize("per", PER)
 def test_gradients_where_k2_follows_the_scores(per):
-    """To k and shift those of the slow form, by autograd; to R those of M in units of k2, as if R itself were added."""
+    """To k and k1 those of the slow form, by autograd; to R those of M in units of k2, as if R itself were added."""
     layer = nn.Conv2d(3, 4, 3)
     tensor, rng = layer.weight.detach(), torch.Generator().manual_seed(2)
     made = fresh(describe(layer), tensor, LEARNED, per=per)
-    made.follow(1e-3, rng)
+    made.scale_k2_by_r(1e-3, rng)
     made.k.data += 0.1 * torch.randn(made.k.shape, generator=rng)
     upstream = torch.randn(tensor.shape, generator=rng)
     made(tensor).backward(upstream)
     k0, kappa, k3 = (row.clone().requires_grad_() for row in made.k.detach())
-    shift = made.shift.detach().clone().requires_grad_()
+    k1 = made.k1.detach().clone().requires_grad_()
     wide = (-1, 1, 1, 1) if per == "channel" else ()
     size = made.scores.detach().abs().mean((1, 2, 3) if per == "channel" else None)
     mask = made.mask().float()
-    slow = k0.view(wide) * tensor + k3.view(wide) * tensor * mask + shift.view(wide)
+    slow = k0.view(wide) * tensor + k3.view(wide) * tensor * mask + k1.view(wide)
     slow = slow + (size * torch.exp(PACE * kappa)).view(wide) * (2 * mask - 1)
     slow.backward(upstream)
     for mine, theirs in zip(made.k.grad, (k0.grad, kappa.grad, k3.grad), strict=True):
         assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6)
-    assert torch.allclose(made.shift.grad, shift.grad, rtol=1e-4, atol=1e-6)
+    assert torch.allclose(made.k1.grad, k1.grad, rtol=1e-4, atol=1e-6)
     k2 = 2 * (size * torch.exp(PACE * kappa.detach())).view(wide)
     assert torch.allclose(made.scores.grad, upstream * (1 + k3.detach().view(wide) * tensor / k2), rtol=1e-4, atol=1e-5)
 
@@ -425,6 +425,6 @@ def test_without_k1_and_k2_to_learn_nothing_follows(k):
     layer = nn.Conv2d(3, 4, 3)
     made = fresh(describe(layer), layer.weight.detach(), k)
     before = {name: value.clone() for name, value in made.state_dict().items()}
-    made.follow(1e-3, torch.Generator().manual_seed(0))
-    assert not made.follows
+    made.scale_k2_by_r(1e-3, torch.Generator().manual_seed(0))
+    assert not made.k2_scaled_by_r
     assert all(torch.equal(value, before[name]) for name, value in made.state_dict().items())

@@ -28,7 +28,7 @@ def test_tasks_of_one_network_one_after_the_other(place):
     assert first.path == store.path("a")
     store, net = open_store("store", None)  # another process
     second = train(store, net, Request("photos", "b", "packnet", CONFIG.changed(epochs=1)))
-    assert list(second.task.card.leans_on) == ["a"]
+    assert list(second.task.metadata.leans_on) == ["a"]
     assert second.test is not None
     assert store.archive("b").metrics["test"] == second.test
 
@@ -74,7 +74,7 @@ def test_a_fault_from_a_worker_is_one_sentence():
 
 
 class Watcher:
-    """An observer that notes what it is told."""
+    """An callback that notes what it is told."""
 
     def __init__(self, fault=None):
         self.told, self.fault = [], fault
@@ -102,7 +102,7 @@ def test_observers_are_told_of_the_end_once_however_it_comes(place, fault):
     store, net = open_store("store", Backbone(NET))
     watcher, request = Watcher(fault), Request("photos", "a", "full", CONFIG)
     if fault is None:
-        outcome = train(store, net, request, observers=[watcher])
+        outcome = train(store, net, request, callbacks=[watcher])
         assert [t for t in watcher.told if isinstance(t, str)] == [
             "begin",
             *["step"] * 3,
@@ -116,7 +116,7 @@ def test_observers_are_told_of_the_end_once_however_it_comes(place, fault):
         assert looks[2] == (outcome.history[0]["train_loss"], outcome.history[0]["train_accuracy"])
     else:
         with pytest.raises(type(fault)):
-            train(store, net, request, observers=[watcher])
+            train(store, net, request, callbacks=[watcher])
         assert watcher.told.count("end") == 1
     assert watcher.told[-1] == "end"
 

@@ -7,11 +7,11 @@ import typer
 from bitgraft.cli.names import STORE, AsJson, Pretrained, StoreFolder, Weights, Workers, asked_backbone
 from bitgraft.cli.output import megabytes, show, show_json
 from bitgraft.cli.settings import by_role, method_options
-from bitgraft.training.callbacks import Observer
+from bitgraft.training.callbacks import Callback
 
 if TYPE_CHECKING:
     from bitgraft.training.config import Config
-    from bitgraft.workflows.compress_task import Done
+    from bitgraft.workflows.compress_task import CompressResult
 
 TRY = """\b
 Try:
@@ -54,7 +54,7 @@ def compress(
     batch: Annotated[int | None, typer.Option(min=1, help="Images per step.")] = None,
     rate: Annotated[
         list[str] | None,
-        typer.Option(metavar="[ROLE=]VALUE", help="Rates of calibration: scores, k, shift, norms; repeatable."),
+        typer.Option(metavar="[ROLE=]VALUE", help="Rates of calibration: scores, k, k1, norms; repeatable."),
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of everything that is random.")] = None,
     size: Annotated[int | None, typer.Option(min=1, help="Pixels of a square input [the backbone's own].")] = None,
@@ -93,7 +93,7 @@ def compress(
         overwrite,
     )
     chosen = asked_backbone(store, backbone, weights, pretrained, "say with --backbone what was fine-tuned")
-    done = run(store, chosen, job, observers=[_Distance(quiet=as_json)])
+    done = run(store, chosen, job, callbacks=[_Distance(quiet=as_json)])
     report = _report(done)
     show_json(report) if as_json else _show(report)
 
@@ -117,7 +117,7 @@ def _names(given: str | None) -> list[str] | None:
         return [line.strip() for line in file if line.strip()]
 
 
-class _Distance(Observer):
+class _Distance(Callback):
     """How far the task's answers are from the copy's, a line for each epoch."""
 
     def __init__(self, quiet: bool) -> None:
@@ -131,7 +131,7 @@ class _Distance(Observer):
             print(f"epoch {record['epoch']}/{self.epochs}  distance {record['train_loss']:.4f}", flush=True)
 
 
-def _report(done: "Done") -> dict[str, Any]:
+def _report(done: "CompressResult") -> dict[str, Any]:
     from bitgraft.format.inspect import inspect_file
 
     found = inspect_file(done.path)

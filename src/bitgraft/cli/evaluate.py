@@ -46,11 +46,11 @@ def evaluate(
     opened = Store(store)
     archive = opened.archive(task)
     splits = open_data(data, seed=seed)
-    images = _matched(splits, _part(splits, data, split.value), archive.card.classes, task)
+    images = _matched(splits, _part(splits, data, split.value), archive.metadata.classes, task)
     net = opened.network()
     opened.load(net, task)
     rows = _tally(net, task, images, batch, workers)
-    report = _report(data, task, split.value, rows, archive.card.classes or ())
+    report = _report(data, task, split.value, rows, archive.metadata.classes or ())
     if not by_class:
         report.pop("by_class")
     show_json(report) if as_json else _show(report)
@@ -99,7 +99,7 @@ def _tally(net: "Network", task: str, images: "Images", batch: int, workers: int
     from bitgraft.data.preprocessing import Preprocessing
     from bitgraft.workflows.train_task import one_sentence
 
-    data = ImageDataset(images, Preprocessing.from_dict(net.tasks[task].card.preprocessing))
+    data = ImageDataset(images, Preprocessing.from_dict(net.tasks[task].metadata.preprocessing))
     rows: list[tuple[int, int]] = []
     with torch.no_grad(), one_sentence():
         for pixels, labels in DataLoader(data, batch_size=batch, num_workers=workers):

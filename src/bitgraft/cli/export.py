@@ -107,7 +107,7 @@ def _written(
     if form == Format.torch_export:
         load = f'model = torch.export.load("{path}").module()'
         return plain.program_bytes(subject), _indented("import torch", load, "logits = model(images)")
-    state, classes = plain.weights(subject), len(subject.card.classes or ())
+    state, classes = plain.weights(subject), len(subject.metadata.classes or ())
     pickled = path.suffix in (".pt", ".pth", ".bin")
     return plain.weights_bytes(state, subject.about(), pickled=pickled), _weights(store, net, state, path, classes)
 

@@ -80,24 +80,24 @@ def _backbones(files: Sequence[str]) -> dict[str, str]:
 
 
 def _parts(found: "Inspection") -> list[Any]:
-    parts: list[Any] = [table(["task", found.archive.card.name], _facts(found))]
+    parts: list[Any] = [table(["task", found.archive.metadata.name], _facts(found))]
     if found.layers:
         parts += [table(*_layers(found)), "Layers are listed in the order in which data reaches them."]
     return parts
 
 
 def _facts(found: "Inspection") -> list[tuple[str, str]]:
-    card, metrics = found.archive.card, found.archive.metrics
+    metadata, metrics = found.archive.metadata, found.archive.metrics
     by_kind = ", ".join(f"{kind} {megabytes(size)}" for kind, size in found.bytes.items() if size)
     facts = [
-        ("method", card.method),
-        ("options", _pairs(card.options)),
-        ("head", HEADS[card.head]),
-        ("classes", _classes(card.classes)),
-        ("preprocessing", _pairs(card.preprocessing)),
+        ("method", metadata.method),
+        ("options", _pairs(metadata.options)),
+        ("head", HEADS[metadata.head]),
+        ("classes", _classes(metadata.classes)),
+        ("preprocessing", _pairs(metadata.preprocessing)),
         *_metrics(metrics),
         ("backbone fingerprint", found.archive.backbone),
-        ("builds on", ", ".join(card.leans_on)),
+        ("builds on", ", ".join(metadata.leans_on)),
         ("size", f"{megabytes(found.size)}: {by_kind}"),
     ]
     if found.bits_per_weight is not None:

@@ -7,7 +7,7 @@ import time
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from bitgraft.training.callbacks import Observer
+from bitgraft.training.callbacks import Callback
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -16,11 +16,11 @@ AGREE_WITHIN = 1.0  # seconds, about, between the times that several processes a
 SELDOM = 100  # steps between those times at the most
 
 
-class Interrupts(Observer):
-    """An observer, so that it knows when there is a state to keep; before and after, a signal ends the command.
+class Interrupts(Callback):
+    """An callback, so that it knows when there is a state to keep; before and after, a signal ends the command.
 
     with Interrupts(accelerator) as interrupts:
-        fit(..., stop=interrupts.stop, observers=[interrupts])
+        fit(..., stop=interrupts.stop, callbacks=[interrupts])
     """
 
     def __init__(self, accelerator: "Accelerator") -> None:

@@ -123,7 +123,9 @@ def _preprocessing(net: "Network", name: str) -> "Preprocessing":
     from bitgraft.runtime.heads import stated_preprocessing
 
     own = name == net.original
-    return Preprocessing.from_dict(stated_preprocessing(net.backbone) if own else net.tasks[name].card.preprocessing)
+    return Preprocessing.from_dict(
+        stated_preprocessing(net.backbone) if own else net.tasks[name].metadata.preprocessing
+    )
 
 
 def _classes(net: "Network", name: str) -> Sequence[str] | None:

@@ -55,7 +55,7 @@ def pull(
     called = enter(fetched, opened, name, overwrite=overwrite)
     if as_json:
         held = {"task": called, "store": str(opened.folder), "source": fetched.source, "sha256": fetched.sha256}
-        show_json({**held, "method": fetched.archive.card.method, "bytes": len(fetched.data)})
+        show_json({**held, "method": fetched.archive.metadata.method, "bytes": len(fetched.data)})
     else:
         show(f"{called} is in {opened.folder}: {megabytes(len(fetched.data))}, SHA-256 {fetched.sha256}")
 

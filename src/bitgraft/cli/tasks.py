@@ -56,13 +56,13 @@ def _row(store: "Store", name: str, size: int) -> dict[str, Any]:
     split, share = accuracy(archive.metrics)
     return {
         "name": name,
-        "method": archive.card.method,
-        "classes": None if archive.card.classes is None else len(archive.card.classes),
+        "method": archive.metadata.method,
+        "classes": None if archive.metadata.classes is None else len(archive.metadata.classes),
         "accuracy": share,
         "measured_on": split,
         "bytes": size,
         "bits_per_weight": 8 * (size - found.bytes["head"]) / store.size.weights,
-        "leans_on": list(archive.card.leans_on),
+        "leans_on": list(archive.metadata.leans_on),
     }
 
 

@@ -56,7 +56,7 @@ def train(
     rate: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="[ROLE=]VALUE", help="Learning rate; roles: scores, k, shift, weights, norms, head; repeatable."
+            metavar="[ROLE=]VALUE", help="Learning rate; roles: scores, k, k1, weights, norms, head; repeatable."
         ),
     ] = None,
     weight_decay: Annotated[list[str] | None, typer.Option(metavar="[ROLE=]VALUE", help="By role; repeatable.")] = None,

@@ -17,14 +17,14 @@ from bitgraft.errors import BitgraftError, TrainingError
 from bitgraft.methods import registry
 from bitgraft.store import Backbone, Store
 from bitgraft.training import runs
-from bitgraft.training.callbacks import Observer, TensorBoard
+from bitgraft.training.callbacks import Callback, TensorBoard
 from bitgraft.training.loop import StoppedError
 from bitgraft.training.progress import Progress
 from bitgraft.workflows.train_jointly import check_new, train_jointly
 from bitgraft.workflows.train_jointly import run_folder as joint_folder
-from bitgraft.workflows.train_task import Opened, Outcome, Request, check_free, open_request, open_store, train
+from bitgraft.workflows.train_task import Request, TrainData, TrainResult, check_free, open_request, open_store, train
 
-Work = Callable[[list[Observer], Callable[[], bool]], list[Outcome]]
+Work = Callable[[list[Callback], Callable[[], bool]], list[TrainResult]]
 """(who watches, whether to stop) -> what came of it."""
 
 
@@ -42,14 +42,14 @@ def run(
     console = _console(to_stderr=as_json, quiet=not main)
     plan = _joint_plan if registry.get(requests[0].method).joint else _plan
     run_folder, name, work = plan(folder, backbone, requests, console, accelerator)
-    observers: list[Observer] = [Progress(console)] if main else []
+    callbacks: list[Callback] = [Progress(console)] if main else []
     if tensorboard and main:
-        observers.append(TensorBoard(run_folder / "tensorboard"))
+        callbacks.append(TensorBoard(run_folder / "tensorboard"))
     said, tasks = "going on with" if requests[0].resume else "training", ", ".join(r.task for r in requests)
     _tell(console, f"{said} {tasks} by method {requests[0].method} on {name}")
     with Interrupts(accelerator) as interrupts:
         try:
-            outcomes = work([interrupts, *observers], interrupts.stop)
+            outcomes = work([interrupts, *callbacks], interrupts.stop)
         except (StoppedError, KeyboardInterrupt):
             _leave(run_folder, resume, main)
         except BitgraftError as fault:
@@ -73,8 +73,8 @@ def _plan(
     data = _open(requests, console)
     store, net = open_store(folder, backbone)
 
-    def work(observers: list[Observer], stop: Callable[[], bool]) -> list[Outcome]:
-        return [train(store, net, request, data=data[0], observers=observers, accelerator=accelerator, stop=stop)]
+    def work(callbacks: list[Callback], stop: Callable[[], bool]) -> list[TrainResult]:
+        return [train(store, net, request, data=data[0], callbacks=callbacks, accelerator=accelerator, stop=stop)]
 
     return store.run_folder(request.task), store.backbone.name, work
 
@@ -88,15 +88,15 @@ def _joint_plan(
         raise TrainingError("say with --backbone what the tasks are to be trained on")
     data = _open(requests, console)
 
-    def work(observers: list[Observer], stop: Callable[[], bool]) -> list[Outcome]:
+    def work(callbacks: list[Callback], stop: Callable[[], bool]) -> list[TrainResult]:
         return train_jointly(
-            folder, backbone, requests, data=data, observers=observers, accelerator=accelerator, stop=stop
+            folder, backbone, requests, data=data, callbacks=callbacks, accelerator=accelerator, stop=stop
         )
 
     return joint_folder(folder), backbone.name, work
 
 
-def _open(requests: list[Request], console: Console) -> list[Opened]:
+def _open(requests: list[Request], console: Console) -> list[TrainData]:
     opened = []
     for request in requests:
         opened.append(open_request(request))
@@ -125,7 +125,7 @@ def _tell(console: Console, text: str) -> None:
     console.print(text, markup=False, soft_wrap=True)
 
 
-def _tell_data(console: Console, request: Request, data: Opened) -> None:
+def _tell_data(console: Console, request: Request, data: TrainData) -> None:
     splits = data.splits
     parts = {"train": splits.train, "validate": splits.val, "test": data.tested}
     counts = ", ".join(f"{len(images):,} to {part}" for part, images in parts.items() if images)
@@ -163,7 +163,7 @@ def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _report(console: Console, store: Store, run_folder: Path, outcomes: list[Outcome], as_json: bool) -> None:
+def _report(console: Console, store: Store, run_folder: Path, outcomes: list[TrainResult], as_json: bool) -> None:
     if as_json:
         plain = [_plain(run_folder, outcome) for outcome in outcomes]
         show_json(plain[0] if len(plain) == 1 else {"tasks": plain, "weights": store.backbone.weights})
@@ -180,10 +180,10 @@ def _report(console: Console, store: Store, run_folder: Path, outcomes: list[Out
     _tell(console, f"next: bitgraft predict IMAGE --task {outcomes[0].task.name}{where}")
 
 
-def _plain(run_folder: Path, outcome: Outcome) -> dict[str, Any]:
+def _plain(run_folder: Path, outcome: TrainResult) -> dict[str, Any]:
     return {
         "task": outcome.task.name,
-        "method": outcome.task.card.method,
+        "method": outcome.task.metadata.method,
         "classes": list(outcome.task.classes or ()),
         "file": str(outcome.path),
         "bytes": outcome.path.stat().st_size,

@@ -18,7 +18,7 @@ from bitgraft.compression.source import Classes, Finetuned, opened, values
 from bitgraft.methods import registry
 from bitgraft.network import Network
 from bitgraft.task import Task
-from bitgraft.training.callbacks import Observer
+from bitgraft.training.callbacks import Callback
 from bitgraft.training.config import Config
 from bitgraft.training.evaluation import score
 from bitgraft.transforms.masked import Masked
@@ -70,7 +70,7 @@ def compress(
     config: Config = CALIBRATION,
     masks: bool = False,
     test: Any = None,
-    observers: Sequence[Observer] = (),
+    callbacks: Sequence[Callback] = (),
     workers: int = 0,
     **options: Any,
 ) -> Compression:
@@ -98,7 +98,7 @@ def compress(
             _try(net, made, test, workers, finetuned=copy.name, compressed=name)
             if calibrate_on is not None:
                 made.history = calibrate(
-                    net, name, copy.name, calibrate_on, config, masks=masks, observers=observers, workers=workers
+                    net, name, copy.name, calibrate_on, config, masks=masks, callbacks=callbacks, workers=workers
                 )
                 _try(net, made, test, workers, calibrated=name)
         except BaseException:
@@ -123,14 +123,14 @@ def _metrics(made: Compression) -> dict[str, Any]:
 
 def _begin(net: Network, name: str, copy: Task, classes: Classes | None, options: Mapping[str, Any]) -> Compression:
     """The task in closed form, ready to learn."""
-    target, card = values(copy), copy.card
-    head: Any = {"keep": "keep", "none": None, "module": deepcopy(copy.head)}.get(card.head, "auto")
+    target, metadata = values(copy), copy.metadata
+    head: Any = {"keep": "keep", "none": None, "module": deepcopy(copy.head)}.get(metadata.head, "auto")
     task = net.add_task(
         name,
-        classes if classes is not None else card.classes,
+        classes if classes is not None else metadata.classes,
         METHOD,
         head=head,
-        preprocessing=card.preprocessing,
+        preprocessing=metadata.preprocessing,
         **_with_own(net, target, {"k0": "learn", **options}),
     )
     with torch.no_grad():

@@ -10,15 +10,15 @@ from torch.utils.data import Dataset
 
 from bitgraft.backbone.tracing import logits
 from bitgraft.network import Network
-from bitgraft.training.callbacks import Observer
+from bitgraft.training.callbacks import Callback
 from bitgraft.training.config import ROLES, Config
 from bitgraft.training.learner import Loss
 from bitgraft.training.loop import fit
-from bitgraft.training.to_device import placed
+from bitgraft.training.to_device import to_device
 
 CALIBRATION = Config(
     steps=100,
-    rates={"scores": 1e-4, "k": 3e-4, "shift": 3e-5, "norms": 1e-3, "weights": 1e-4, "head": 0.0},
+    rates={"scores": 1e-4, "k": 3e-4, "k1": 3e-5, "norms": 1e-3, "weights": 1e-4, "head": 0.0},
     optimizers=dict.fromkeys(ROLES, "adam"),
     eps=1e-12,
     schedule="cosine",
@@ -38,7 +38,7 @@ def calibrate(
     config: Config = CALIBRATION,
     *,
     masks: bool = False,
-    observers: Sequence[Observer] = (),
+    callbacks: Sequence[Callback] = (),
     workers: int = 0,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ def calibrate(
     try:
         loss = soft_targets(net, teacher)
         return fit(
-            net, name, Unlabelled(images), config=config, loss=loss, observers=observers, workers=workers, stop=stop
+            net, name, Unlabelled(images), config=config, loss=loss, callbacks=callbacks, workers=workers, stop=stop
         ).history
     finally:
         for _, parameter in learned:
@@ -85,7 +85,7 @@ def soft_targets(net: Network, teacher: str, temperature: float = TEMPERATURE) -
 
     def loss(output: Any, images: Tensor) -> Tensor:
         with torch.no_grad():
-            wanted = logits(net(placed(images, images.device), task=teacher)).float()
+            wanted = logits(net(to_device(images, images.device), task=teacher)).float()
         given = logits(output).float()
         if classes is None:
             return F.mse_loss(given, wanted)

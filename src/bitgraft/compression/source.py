@@ -153,7 +153,7 @@ def _usable(net: Network, task: Task, classes: Classes | None, source: str) -> T
         raise TaskError(f"{source} is not one of this network's: load it there first")
     if any(transform.tail is not None for transform in task.transforms.values()):
         raise TaskError(
-            f"{source} is of method {task.card.method!r}, which adds layers: only changed weights can be compressed"
+            f"{source} is of method {task.metadata.method!r}, which adds layers: only changed weights can be compressed"
         )
     _refuse_nonsense(values(task), source)
     names = class_names(classes)

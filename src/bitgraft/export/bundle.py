@@ -35,7 +35,7 @@ def bundle_bytes(net: Network, names: Sequence[str]) -> bytes:
     _check(subjects)
     examples = (subjects[0].images(TRACED), torch.tensor([len(names) - 1]))
     module = Bundle(net, [net.tasks[name] for name in names]).eval()
-    tasks = [_plain(described(subject.card)) for subject in subjects]
+    tasks = [_plain(described(subject.metadata)) for subject in subjects]
     about = {"bitgraft": __version__, "backbone": net.fingerprint, "tasks": json.dumps(tasks, ensure_ascii=False)}
     data = convert(program(module, *examples), [IMAGES, TASK], about)
     session = opened(data)
@@ -54,10 +54,10 @@ def _check(subjects: Sequence[Subject]) -> None:
     """Every task is made of masks on the same weights, with classes, for images of one size."""
     for subject in subjects:
         task = subject.net.tasks[subject.name]
-        if task.card.head != "classes" or not all(isinstance(t, Masked) for t in task.transforms.values()):
+        if task.metadata.head != "classes" or not all(isinstance(t, Masked) for t in task.transforms.values()):
             raise ExportError(
-                f"task {subject.name!r} (method {subject.card.method!r}, head {subject.card.head!r}) is not made of "
-                "masks and classes alone, so it cannot share a file with others: export it by itself"
+                f"task {subject.name!r} (method {subject.metadata.method!r}, head {subject.metadata.head!r}) is not "
+                "made of masks and classes alone, so it cannot share a file with others: export it by itself"
             )
     masked = {name: subject.name for subject in subjects for name in subject.net.tasks[subject.name].transforms}
     for subject in subjects:

@@ -13,7 +13,7 @@ from bitgraft.backbone.tracing import logits
 from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.errors import ExportError
 from bitgraft.network import Network
-from bitgraft.task import Card
+from bitgraft.task import Metadata
 
 CHECKED = (1, 3)  # batches on which a written file must agree with the task; tracing sees another size, 2
 TRACED = 2
@@ -25,12 +25,12 @@ class Subject:
     name: str
 
     @property
-    def card(self) -> Card:
-        return self.net.tasks[self.name].card
+    def metadata(self) -> Metadata:
+        return self.net.tasks[self.name].metadata
 
     @property
     def preprocessing(self) -> Preprocessing:
-        return Preprocessing.from_dict(self.card.preprocessing)
+        return Preprocessing.from_dict(self.metadata.preprocessing)
 
     def module(self) -> nn.Module:
         """An ordinary module that gives a tensor of scores."""
@@ -53,15 +53,15 @@ class Subject:
 
     def about(self) -> dict[str, str]:
         """What the file says of itself, as text."""
-        return {"bitgraft": __version__, "backbone": self.net.fingerprint, **described(self.card)}
+        return {"bitgraft": __version__, "backbone": self.net.fingerprint, **described(self.metadata)}
 
 
-def described(card: Card) -> dict[str, str]:
-    preprocessing = Preprocessing.from_dict(card.preprocessing).to_dict()
+def described(metadata: Metadata) -> dict[str, str]:
+    preprocessing = Preprocessing.from_dict(metadata.preprocessing).to_dict()
     return {
-        "task": card.name,
-        "method": card.method,
-        "classes": json.dumps(card.classes, ensure_ascii=False),
+        "task": metadata.name,
+        "method": metadata.method,
+        "classes": json.dumps(metadata.classes, ensure_ascii=False),
         "preprocessing": json.dumps(preprocessing),
     }
 

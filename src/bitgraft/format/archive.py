@@ -15,7 +15,7 @@ from bitgraft.backbone.files import aligned_room, read_whole, write_atomically
 from bitgraft.errors import CorruptError, TaskError
 from bitgraft.format import container, entropy_coding
 from bitgraft.format.metadata import Shapes, read_card, read_shapes, write_card
-from bitgraft.task import Card, Task, check_name
+from bitgraft.task import Metadata, Task, check_name
 from bitgraft.transforms.bits import packed_size
 
 HEAD = "head:"  # keys of a head module's own tensors; those of the backbone's last layer keep its names
@@ -28,7 +28,7 @@ COUNTER = "num_batches_tracked"  # counts training steps; no output depends on i
 class Archive:
     """What is in a task file, read and checked but not yet tied to a backbone."""
 
-    card: Card
+    metadata: Metadata
     backbone: str
     """The fingerprint of the backbone that the task belongs to."""
     head_layer: str | None
@@ -70,7 +70,7 @@ def pack_task(task: Task, backbone: str) -> Archive:
     if task.head is not None:
         tensors |= {f"{HEAD}{name}": tensor for name, tensor in task.head.state_dict().items()}
     return Archive(
-        card=task.card,
+        metadata=task.metadata,
         backbone=backbone,
         head_layer=task.anatomy.head,
         shapes={name: tuple(task.anatomy.tensor(name).shape) for name in transforms},
@@ -90,9 +90,9 @@ def from_bytes(data: bytes | memoryview, source: str = "the task file") -> Archi
         given, data = data, aligned_room(len(data))
         data[:] = given
     about, tensors = container.decode(data, source)
-    card, shapes = read_card(about, source), read_shapes(about, source)
+    metadata, shapes = read_card(about, source), read_shapes(about, source)
     tensors = _decoded(tensors, shapes, source)
-    read = Archive(card, about["backbone"], about["head_layer"], shapes, about["metrics"], tensors)
+    read = Archive(metadata, about["backbone"], about["head_layer"], shapes, about["metrics"], tensors)
     _check_parts(read, source)
     return read
 
@@ -107,19 +107,19 @@ def read_archive(path: str | Path) -> Archive:
 
 
 def rename(archive: Archive, name: str) -> Archive:
-    return replace(archive, card=replace(archive.card, name=check_name(name)))
+    return replace(archive, metadata=replace(archive.metadata, name=check_name(name)))
 
 
 def lean(archive: Archive, names: Sequence[str]) -> Archive:
     """The same task, where those that it leans on go by these names."""
-    leans_on = dict(zip(names, archive.card.leans_on.values(), strict=True))
-    return replace(archive, card=replace(archive.card, leans_on=leans_on))
+    leans_on = dict(zip(names, archive.metadata.leans_on.values(), strict=True))
+    return replace(archive, metadata=replace(archive.metadata, leans_on=leans_on))
 
 
 def content(archive: Archive) -> str:
     """SHA-256 of what another task can lean on: the transforms, and what they lean on themselves, not any names."""
-    card, digest = archive.card, hashlib.sha256()
-    digest.update(json.dumps([card.method, [*card.leans_on.values()]], separators=(",", ":")).encode() + b"\n")
+    metadata, digest = archive.metadata, hashlib.sha256()
+    digest.update(json.dumps([metadata.method, [*metadata.leans_on.values()]], separators=(",", ":")).encode() + b"\n")
     for key in sorted(key for key in archive.tensors if ":" in key and not key.startswith(HEAD)):
         digest.update(key.encode() + b"\n")
         digest.update(container.raw(archive.tensors[key]))
@@ -128,7 +128,7 @@ def content(archive: Archive) -> str:
 
 def _pieces(archive: Archive, coded: bool) -> list[bytes | memoryview]:
     about = {
-        **write_card(archive.card),
+        **write_card(archive.metadata),
         "backbone": archive.backbone,
         "head_layer": archive.head_layer,
         "shapes": dict(archive.shapes),

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from bitgraft.errors import MissingTaskError, TaskError, UnknownTaskError
 from bitgraft.format import archive
 from bitgraft.methods import registry
-from bitgraft.task import Card, Task
+from bitgraft.task import Metadata, Task
 from bitgraft.transforms.shared_masks import own_mask
 
 Tasks = Mapping[str, Task]
@@ -20,10 +20,10 @@ def chosen(method: registry.Method, tasks: Tasks, borrow: Sequence[str]) -> list
     names = [borrow] if isinstance(borrow, str) else list(borrow)
     earlier = [named(method, tasks, name) for name in names]
     if method.leans:
-        return [task for task in tasks.values() if task.card.method == method.name][-1:]
+        return [task for task in tasks.values() if task.metadata.method == method.name][-1:]
     for task in earlier:
         if not _has_masks(task):
-            raise TaskError(f"task {task.name!r} is of method {task.card.method!r}, which has no masks to borrow")
+            raise TaskError(f"task {task.name!r} is of method {task.metadata.method!r}, which has no masks to borrow")
     digests = list(map(fingerprint, earlier))
     if twice := [name for name, digest in zip(names, digests, strict=True) if digests.count(digest) > 1]:
         raise TaskError(f"borrow={names} has the same masks more than once ({', '.join(twice)}): name them once")
@@ -53,33 +53,34 @@ def fingerprint(task: Task) -> str:
     return archive.content(archive.pack_task(task, ""))
 
 
-def found(card: Card, tasks: Tasks) -> list[Task]:
+def found(metadata: Metadata, tasks: Tasks) -> list[Task]:
     """The tasks that a file leans on, known by their content; the name that each had then is where to look first."""
-    there = {name: _find(card, tasks, name, digest) for name, digest in card.leans_on.items()}
+    there = {name: _find(metadata, tasks, name, digest) for name, digest in metadata.leans_on.items()}
     missing = [name for name, task in there.items() if task is None]
     if other := [name for name in missing if name in tasks]:
-        raise MissingTaskError(f"task {card.name!r} builds on another task {other[0]!r} than the one that is here")
+        raise MissingTaskError(f"task {metadata.name!r} builds on another task {other[0]!r} than the one that is here")
     if len(missing) > 1:
         raise MissingTaskError(
-            f"task {card.name!r} builds on the tasks {', '.join(map(repr, missing))}, which are not here under any "
+            f"task {metadata.name!r} builds on the tasks {', '.join(map(repr, missing))}, which are not here under any "
             "name: load those first"
         )
     if missing:
         raise MissingTaskError(
-            f"task {card.name!r} builds on task {missing[0]!r}, which is not here under any name: load that one first"
+            f"task {metadata.name!r} builds on task {missing[0]!r}, which is not here under any name: "
+            "load that one first"
         )
     return [task for task in there.values() if task is not None]
 
 
 def refuse_removal(name: str, tasks: Iterable[Task]) -> None:
-    leaning = [other.name for other in tasks if name in other.card.leans_on]
+    leaning = [other.name for other in tasks if name in other.metadata.leans_on]
     if leaning:
         raise TaskError(f"task {name!r} cannot be removed: {', '.join(map(repr, leaning))} would not run without it")
 
 
-def _find(card: Card, tasks: Tasks, name: str, digest: str) -> Task | None:
-    chain = registry.get(card.method).leans
-    able = [t for t in tasks.values() if (t.card.method == card.method if chain else _has_masks(t))]
+def _find(metadata: Metadata, tasks: Tasks, name: str, digest: str) -> Task | None:
+    chain = registry.get(metadata.method).leans
+    able = [t for t in tasks.values() if (t.metadata.method == metadata.method if chain else _has_masks(t))]
     ordered = sorted(able, key=lambda task: task.name != name)
     return next((task for task in ordered if fingerprint(task) == digest), None)
 

@@ -77,18 +77,18 @@ class Inspection:
 
     def plain(self) -> dict[str, Any]:
         """As JSON holds it."""
-        card = self.archive.card
+        metadata = self.archive.metadata
         return {
-            "name": card.name,
-            "method": card.method,
-            "options": dict(card.options),
-            "head": card.head,
+            "name": metadata.name,
+            "method": metadata.method,
+            "options": dict(metadata.options),
+            "head": metadata.head,
             "head_layer": self.archive.head_layer,
-            "classes": None if card.classes is None else list(card.classes),
-            "preprocessing": dict(card.preprocessing),
+            "classes": None if metadata.classes is None else list(metadata.classes),
+            "preprocessing": dict(metadata.preprocessing),
             "metrics": dict(self.archive.metrics),
             "backbone": self.archive.backbone,
-            "leans_on": list(card.leans_on),
+            "leans_on": list(metadata.leans_on),
             "size": self.size,
             "bytes": dict(self.bytes),
             "weights": self.weights,
@@ -147,7 +147,7 @@ def _spread(k: Tensor) -> Spread:
 def _kind(key: str, archive: Archive) -> str:
     name, colon, part = key.partition(":")
     layer, _, last = name.rpartition(".")
-    replaced = archive.card.head == "classes" and key.startswith(f"{archive.head_layer}.")
+    replaced = archive.metadata.head == "classes" and key.startswith(f"{archive.head_layer}.")
     if key.startswith(HEAD) or replaced:
         return "head"
     if last in STATISTICS or part.endswith(STATISTICS):

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from bitgraft.errors import ClassesError, CorruptError, NewerFormatError, TaskError
 from bitgraft.methods import registry
-from bitgraft.task import Card, HeadKind, check_name
+from bitgraft.task import HeadKind, Metadata, check_name
 
 COUNTED_CLASSES = 1 << 20  # more classes than this are written out even if they are called 0, 1, 2, ...
 DIGEST = re.compile("[0-9a-f]{64}")
@@ -17,25 +17,25 @@ FIELDS = {*OBJECTS, "backbone", "checksum", "classes", "format", "head", "head_l
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def write_card(card: Card) -> dict[str, Any]:
+def write_card(metadata: Metadata) -> dict[str, Any]:
     return {
-        "name": card.name,
-        "method": card.method,
-        "options": dict(card.options),
-        "head": card.head,
-        "classes": _written(card.classes),
-        "preprocessing": dict(card.preprocessing),
-        "leans_on": dict(card.leans_on),
+        "name": metadata.name,
+        "method": metadata.method,
+        "options": dict(metadata.options),
+        "head": metadata.head,
+        "classes": _written(metadata.classes),
+        "preprocessing": dict(metadata.preprocessing),
+        "leans_on": dict(metadata.leans_on),
     }
 
 
-def read_card(about: Mapping[str, Any], source: str) -> Card:
-    """The card in a file's metadata. Whatever is wrong there is an `ArchiveError` that says what."""
+def read_card(about: Mapping[str, Any], source: str) -> Metadata:
+    """The metadata in a file's metadata. Whatever is wrong there is an `ArchiveError` that says what."""
     _check_fields(about, source)
     method = _method(about["method"], source)
     if not _may_lean(method, about["leans_on"]):
         raise CorruptError(f"{source}: a task of method {method.name!r} cannot lean on {list(about['leans_on'])}")
-    return Card(
+    return Metadata(
         name=check_name(about["name"]),
         method=method.name,
         options=registry.plain(_options(method, about["options"], source)),

@@ -12,7 +12,7 @@ from bitgraft.backbone.layers import is_norm, is_parameter
 from bitgraft.errors import ClassesError, CorruptError, TaskError, WrongBackboneError
 from bitgraft.format.archive import COUNTER, PACKED, Archive, stored_dtype
 from bitgraft.methods import registry
-from bitgraft.task import Card, Task
+from bitgraft.task import Metadata, Task
 from bitgraft.transforms.bits import packed_size
 from bitgraft.transforms.masked import Transform, Weight
 
@@ -24,15 +24,15 @@ def revive(
 
     `before` are the transforms of the tasks that it leans on, in its file's order.
     """
-    card, parts, owned = archive.card, archive.parts(), archive.owned()
+    metadata, parts, owned = archive.metadata, archive.parts(), archive.owned()
     base = anatomy.tensors()
     _check_places(archive, anatomy, base)
-    options = registry.get(card.method).with_options(card.options)
+    options = registry.get(metadata.method).with_options(metadata.options)
     transforms = {}
     for name in archive.shapes:
-        blank = _blank_transform(card, describe(anatomy, name), base[name], options, registry.at(name, before))
+        blank = _blank_transform(metadata, describe(anatomy, name), base[name], options, registry.at(name, before))
         transforms[name] = _fill(blank, name, base[name], parts.get(name, {}))
-    _check_owned(card, anatomy, base, owned, options)
+    _check_owned(metadata, anatomy, base, owned, options)
     _check_classes(archive, anatomy, base, owned)
     held, counters = {}, _structure(anatomy).counters
     for name, tensor in base.items():
@@ -40,7 +40,7 @@ def revive(
             held[name] = _like(tensor, owned[name])
         elif counters.get(name) in owned:
             held[name] = _like(tensor, tensor.clone())
-    task = Task(card, anatomy, transforms, held, _revive_head(archive, anatomy, head))
+    task = Task(metadata, anatomy, transforms, held, _revive_head(archive, anatomy, head))
     task.metrics = dict(archive.metrics)
     return task
 
@@ -75,7 +75,7 @@ def _tensors_of(path: str, module: nn.Module) -> list[str]:
 
 def _check_places(archive: Archive, anatomy: Anatomy, base: Mapping[str, Tensor]) -> None:
     """The backbone has the weights that the file states, of those shapes, and the head where the file says."""
-    task, head = f"task {archive.card.name!r}", archive.head_layer
+    task, head = f"task {archive.metadata.name!r}", archive.head_layer
     for name, shape in archive.shapes.items():
         found = base.get(name)
         if not is_parameter(found) or not found.is_floating_point() or found.dim() < 2:
@@ -84,7 +84,7 @@ def _check_places(archive: Archive, anatomy: Anatomy, base: Mapping[str, Tensor]
             raise WrongBackboneError(
                 f"{task} transforms {name!r} of shape {shape}, the backbone has it in {tuple(found.shape)}"
             )
-    if archive.card.head in ("classes", "keep") and head != anatomy.head:
+    if archive.metadata.head in ("classes", "keep") and head != anatomy.head:
         raise WrongBackboneError(
             f"{task} belongs to a backbone whose last layer is {head!r}, this one's is {anatomy.head!r}: "
             f"pass Network(backbone, head={head!r})"
@@ -92,17 +92,17 @@ def _check_places(archive: Archive, anatomy: Anatomy, base: Mapping[str, Tensor]
 
 
 def _blank_transform(
-    card: Card, weight: Weight, tensor: Tensor, options: registry.Options, before: Sequence[Transform]
+    metadata: Metadata, weight: Weight, tensor: Tensor, options: registry.Options, before: Sequence[Transform]
 ) -> Transform:
     """A transform of the right make, whose values are still to come."""
-    build = registry.get(card.method).build
+    build = registry.get(metadata.method).build
     try:
         blank = build(weight, tensor.detach(), options, None, before) if build else None
     except TaskError as cause:
-        raise CorruptError(f"task {card.name!r} cannot have been made as its file says ({cause})") from cause
+        raise CorruptError(f"task {metadata.name!r} cannot have been made as its file says ({cause})") from cause
     if blank is None:
         raise CorruptError(
-            f"task {card.name!r} has parts for {weight.name!r}, which method {card.method!r} leaves alone"
+            f"task {metadata.name!r} has parts for {weight.name!r}, which method {metadata.method!r} leaves alone"
         )
     return blank
 
@@ -126,10 +126,14 @@ def _has_tail(packed: Tensor, count: int) -> bool:
 
 
 def _check_owned(
-    card: Card, anatomy: Anatomy, base: Mapping[str, Tensor], owned: Mapping[str, Tensor], options: registry.Options
+    metadata: Metadata,
+    anatomy: Anatomy,
+    base: Mapping[str, Tensor],
+    owned: Mapping[str, Tensor],
+    options: registry.Options,
 ) -> None:
     """Head apart, a task owns what its method and options give it, nothing else, and no half of a norm layer."""
-    method, (head, norms, counters) = registry.get(card.method), _structure(anatomy)
+    method, (head, norms, counters) = registry.get(metadata.method), _structure(anatomy)
     asked = {name for pattern in options.own for name in base if fnmatchcase(name, pattern)}
     given = asked | (norms.keys() if options.norms else set())
     if method.owns_everything:
@@ -137,30 +141,32 @@ def _check_owned(
     given -= counters.keys()
     for name, tensor in owned.items():
         if name not in base:
-            raise WrongBackboneError(f"task {card.name!r} replaces {name!r}, which the backbone does not have")
+            raise WrongBackboneError(f"task {metadata.name!r} replaces {name!r}, which the backbone does not have")
         if name not in head:
-            _check_fit(card, name, tensor, base[name])
+            _check_fit(metadata, name, tensor, base[name])
             if name not in given:
-                raise CorruptError(f"task {card.name!r} has {name!r}, which method {card.method!r} leaves alone")
+                raise CorruptError(
+                    f"task {metadata.name!r} has {name!r}, which method {metadata.method!r} leaves alone"
+                )
     layers = {norms[name] for name in owned if name in norms and name not in asked}
     lacking = {name for name, layer in norms.items() if name not in owned and layer in layers}
     if method.owns_everything:
         lacking |= base.keys() - norms.keys() - head - owned.keys()
     if missing := sorted(name for name in lacking if not name.endswith(COUNTER)):
-        raise CorruptError(f"task {card.name!r} lacks {missing[0]!r}; the file is not usable")
+        raise CorruptError(f"task {metadata.name!r} lacks {missing[0]!r}; the file is not usable")
 
 
-def _check_fit(card: Card, name: str, tensor: Tensor, model: Tensor, outputs: int | None = None) -> None:
+def _check_fit(metadata: Metadata, name: str, tensor: Tensor, model: Tensor, outputs: int | None = None) -> None:
     shape = model.shape if outputs is None else (outputs, *model.shape[1:])
     if tensor.shape != shape:
         raise WrongBackboneError(
-            f"task {card.name!r} has {name!r} of shape {tuple(tensor.shape)}, the backbone takes {tuple(shape)}"
+            f"task {metadata.name!r} has {name!r} of shape {tuple(tensor.shape)}, the backbone takes {tuple(shape)}"
         )
     if tensor.dtype == torch.float32 and model.is_floating_point():
         return
     kind = torch.float32 if isinstance(model, nn.Parameter) and model.is_floating_point() else stored_dtype(model)
     if tensor.dtype != kind:
-        raise CorruptError(f"task {card.name!r} has {name!r} in {tensor.dtype}, where {kind} belongs: not usable")
+        raise CorruptError(f"task {metadata.name!r} has {name!r} in {tensor.dtype}, where {kind} belongs: not usable")
 
 
 def _like(model: Tensor, tensor: Tensor) -> Tensor:
@@ -178,63 +184,66 @@ def _like(model: Tensor, tensor: Tensor) -> Tensor:
 
 def _check_classes(archive: Archive, anatomy: Anatomy, base: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
     """The head's tensors are all there, in its shape, with one row for each class."""
-    card, head = archive.card, _structure(anatomy).head
-    count = len(card.classes or ())
-    if card.head == "classes":
+    metadata, head = archive.metadata, _structure(anatomy).head
+    count = len(metadata.classes or ())
+    if metadata.head == "classes":
         rows = {name: (*own[name].shape, 0)[0] for name in head & own.keys()}
         if set(rows.values()) - {count}:
-            raise _misfit(card, set(rows.values()) - {count})
+            raise _misfit(metadata, set(rows.values()) - {count})
         if rows.keys() != head or not head:
-            raise CorruptError(f"task {card.name!r} should have {sorted(head)} for its head; the file is not usable")
+            raise CorruptError(
+                f"task {metadata.name!r} should have {sorted(head)} for its head; the file is not usable"
+            )
         for name in rows:
-            _check_fit(card, name, own[name], base[name], count)
+            _check_fit(metadata, name, own[name], base[name], count)
     elif head & own.keys():
-        raise CorruptError(f"task {card.name!r} has {sorted(head & own.keys())}, but no head that takes them")
-    elif card.head == "linear":
+        raise CorruptError(f"task {metadata.name!r} has {sorted(head & own.keys())}, but no head that takes them")
+    elif metadata.head == "linear":
         found = {name: (tensor.dtype, *tensor.shape) for name, tensor in archive.head().items()}
         rows = {name: shape[1] for name, shape in found.items() if len(shape) > 1}
         if set(rows.values()) - {count}:
-            raise _misfit(card, set(rows.values()) - {count})
+            raise _misfit(metadata, set(rows.values()) - {count})
         if found != {"weight": (torch.float32, count, anatomy.features), "bias": (torch.float32, count)}:
             raise CorruptError(
-                f"task {card.name!r} has the head {found} for {count} classes and the backbone's "
+                f"task {metadata.name!r} has the head {found} for {count} classes and the backbone's "
                 f"{anatomy.features} features; the file is not usable"
             )
 
 
-def _misfit(card: Card, outputs: set[int]) -> ClassesError:
+def _misfit(metadata: Metadata, outputs: set[int]) -> ClassesError:
     shown = " or ".join(map(str, sorted(outputs)))
     return ClassesError(
-        f"task {card.name!r} lists {len(card.classes or ())} classes, but its head has {shown} outputs; "
+        f"task {metadata.name!r} lists {len(metadata.classes or ())} classes, but its head has {shown} outputs; "
         "the file is not usable"
     )
 
 
 def _revive_head(archive: Archive, anatomy: Anatomy, given: nn.Module | None) -> nn.Module | None:
-    state, card = archive.head(), archive.card
-    if given is not None and card.head != "module":
+    state, metadata = archive.head(), archive.metadata
+    if given is not None and metadata.head != "module":
         raise TaskError(
-            f"task {card.name!r} was not saved with a head module of its own (its head is of kind {card.head!r}): "
-            "load it without head=..."
+            f"task {metadata.name!r} was not saved with a head module of its own "
+            f"(its head is of kind {metadata.head!r}): load it without head=..."
         )
-    if card.head not in ("linear", "module"):
+    if metadata.head not in ("linear", "module"):
         if state:
             raise CorruptError(
-                f"task {card.name!r} has tensors of a head, but is of head kind {card.head!r}: not usable"
+                f"task {metadata.name!r} has tensors of a head, but is of head kind {metadata.head!r}: not usable"
             )
         return None
-    if card.head == "linear":
+    if metadata.head == "linear":
         given = nn.Linear(state["weight"].shape[1], state["weight"].shape[0], device="meta")
     elif given is None:
         raise TaskError(
-            f"task {card.name!r} was saved with a head module of its own: pass one like it, load_task(path, head=...)"
+            f"task {metadata.name!r} was saved with a head module of its own: pass one like it, "
+            "load_task(path, head=...)"
         )
     wanted = {name: (tuple(t.shape), stored_dtype(t)) for name, t in given.state_dict().items()}
     found = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
     if wanted != found:
         odd = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))[0]
         raise TaskError(
-            f"the head module does not fit that of task {card.name!r}: it has {odd!r} as {wanted.get(odd)}, "
+            f"the head module does not fit that of task {metadata.name!r}: it has {odd!r} as {wanted.get(odd)}, "
             f"the file as {found.get(odd)}"
         )
     device = anatomy.tensor(next(iter(anatomy.places))).device

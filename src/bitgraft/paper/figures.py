@@ -98,10 +98,10 @@ def draw_curves(axes: "Axes", runs: Mapping[str, Records], quantity: Quantity, t
 
 def draw_ones(axes: "Axes", tasks: Sequence[Inspection], title: str = "share of ones") -> None:
     """The share of ones in the mask of each layer, by depth; a colour for each task, a dash for each method."""
-    methods = list(dict.fromkeys(task.archive.card.method for task in tasks))
+    methods = list(dict.fromkeys(task.archive.metadata.method for task in tasks))
     for task, colour in zip(tasks, repeated(COLOURS), strict=False):
         shares = [(i, 100 * layer.density) for i, layer in enumerate(task.layers, 1) if layer.density is not None]
-        dash = DASHES[methods.index(task.archive.card.method) % len(DASHES)]
+        dash = DASHES[methods.index(task.archive.metadata.method) % len(DASHES)]
         axes.plot(*zip(*shares, strict=True), dash, color=colour, marker="o", markersize=2, label=label(task))
     axes.axhline(50, color="grey", linewidth=0.8, alpha=0.6)
     axes.set(xlabel="layer, from input to output", ylabel="% ones", ylim=(0, 103), title=title)
@@ -133,14 +133,14 @@ def learned_k(task: Inspection) -> list[int]:
     """Which of k1, k2 and k3 were learned: the file says so, or they differ from layer to layer."""
     if not task.layers or not all(layer.k for layer in task.layers):
         return []
-    stated = task.archive.card.options
+    stated = task.archive.metadata.options
     return [i for i in (1, 2, 3) if stated.get(f"k{i}") == "learn" or len({layer.k[i] for layer in task.layers}) > 1]
 
 
 def label(task: Inspection) -> str:
     """A task by its name, and its method where the name does not say it."""
-    card = task.archive.card
-    return card.name if card.method in card.name else f"{card.name}, {card.method}"
+    metadata = task.archive.metadata
+    return metadata.name if metadata.method in metadata.name else f"{metadata.name}, {metadata.method}"
 
 
 def _whole_numbers(axes: "Axes") -> None:

@@ -14,7 +14,7 @@ from bitgraft.backbone.anatomy import Anatomy, unknown_head
 from bitgraft.backbone.loading import read_backbone
 from bitgraft.format.archive import COUNTER
 from bitgraft.methods import packnet, registry
-from bitgraft.task import Card, Task
+from bitgraft.task import Metadata, Task
 from bitgraft.transforms.bits import packed_size
 
 
@@ -116,7 +116,7 @@ def account(
 
 
 def file_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """A task file with these tensors: their bytes and their entries in the header; the card itself adds about 1 kB."""
+    """A task file with these tensors: their bytes and their entries in the header; metadata adds about 1 kB."""
     start, header = 0, {}
     for name, tensor in tensors.items():
         end = start + tensor.nbytes
@@ -128,7 +128,7 @@ def file_bytes(tensors: Mapping[str, Tensor]) -> int:
 def _cost(anatomy: Anatomy, method: registry.Method) -> tuple[int, int]:
     transforms = registry.transforms(method, anatomy, method.options, None)
     owned = registry.owned(method, anatomy, method.options)
-    task = Task(Card(method.name, method.name, {}, "keep"), anatomy, transforms, owned, None)
+    task = Task(Metadata(method.name, method.name, {}, "keep"), anatomy, transforms, owned, None)
     return task.bits(statistics=False), file_bytes(_filed(task))
 
 

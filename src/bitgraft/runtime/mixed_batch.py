@@ -118,7 +118,7 @@ class Mixture:
             return False
         return all(
             not task.training
-            and task.card.head in ("classes", "keep")
+            and task.metadata.head in ("classes", "keep")
             and all(path in self._layers for name in _replaced(task) for path, _ in self.anatomy.places[name])
             for task in tasks
         )

@@ -4,14 +4,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
 from bitgraft.errors import TaskError
-from bitgraft.runtime.task_module import Graft
+from bitgraft.runtime.task_module import TaskModule
 from bitgraft.task import Task
 
 Key = tuple[str, int]
-"""A task's name, and what else tells its grafts apart."""
+"""A task's name, and what else tells its modules apart."""
 
 
-class Grafts:
+class ModuleCache:
     """At most `count` of them, and at most `memory` bytes of computed weights, though always the one last asked for."""
 
     def __init__(self, count: int, memory: int | None = None) -> None:
@@ -19,7 +19,7 @@ class Grafts:
             raise TaskError(f"active={count!r}: at least one task must be kept at work")
         self.count, self.memory = count, memory
         self.bytes = 0
-        self._held: OrderedDict[Key, tuple[Graft, int]] = OrderedDict()
+        self._held: OrderedDict[Key, tuple[TaskModule, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._held)
@@ -27,13 +27,13 @@ class Grafts:
     def __iter__(self) -> Iterator[Key]:
         return iter(self._held)
 
-    def get(self, key: Key, task: Task) -> Graft:
-        """The task's graft, made if it is not here; others make room for it before its weights are computed."""
+    def get(self, key: Key, task: Task) -> TaskModule:
+        """The task's task_module, made if it is not here; others make room for it before its weights are computed."""
         if key not in self._held:
             size = computed_bytes(task)
             while self._held and not self._fits(size):
                 self.bytes -= self._held.popitem(last=False)[1][1]
-            self._held[key] = Graft(task).hang(), size
+            self._held[key] = TaskModule(task).attach_hooks(), size
             self.bytes += size
         self._held.move_to_end(key)
         return self._held[key][0]

@@ -23,7 +23,7 @@ Slot = tuple[Any, str | int]
 """A dict or list, and the key under which it holds a tensor."""
 
 
-class Graft:
+class TaskModule:
     """One task in one module tree."""
 
     def __init__(self, task: Task) -> None:
@@ -40,23 +40,23 @@ class Graft:
         with torch.inference_mode(False):  # tensors made in inference mode would be of no use to learning later
             self.module = private_copy(task.anatomy.backbone)
             self._slots = slots(self.module, task.anatomy)
-            self._still = {
-                holds: _still_layers(self.module, set() if holds else set(task.owned)) for holds in (False, True)
+            self._frozen_norms = {
+                holds: _frozen_norms_of(self.module, set() if holds else set(task.owned)) for holds in (False, True)
             }
             self._behind = _place_head(self.module, task)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
-    def hang(self) -> "Graft":
-        """Run residual adapters, and a head behind the backbone, by hooks, for as long as this graft lives."""
+    def attach_hooks(self) -> "TaskModule":
+        """Run residual adapters, and a head behind the backbone, by hooks, for as long as this task_module lives."""
         for layer, tail in _tails(self.module, self.task):
             layer.register_forward_hook(lambda layer, args, output, tail=tail: tail(output))
         if self._behind is not None:
             self.module.register_forward_hook(lambda layer, args, output, head=self._behind: head(output))
         return self
 
-    def pin(self) -> "Graft":
+    def pin(self) -> "TaskModule":
         """Let the module follow the task whoever calls it."""
         self.module.register_forward_pre_hook(lambda layer, args: self.refresh())
         self._pinned = True
@@ -69,12 +69,12 @@ class Graft:
             self._follow()
             if torch.is_grad_enabled() and self.task.learns():
                 self._stamp = None
-                self.task.lessons += 1
+                self.task.train_forwards += 1
                 self._let_go()
                 self._install(fresh := self.task.tensors())
                 if not self._pinned:
                     self._drop_when_learned(fresh)
-            elif (stamp := (self.task.lessons, *_versions(self._watched))) != self._stamp:
+            elif (stamp := (self.task.train_forwards, *_versions(self._watched))) != self._stamp:
                 with torch.inference_mode(False), torch.no_grad():
                     self._install({name: self._held(name, t) for name, t in self.task.tensors().items()})
                 self._stamp = stamp
@@ -97,7 +97,7 @@ class Graft:
         if self._mode != mode:
             self._mode, self._grad = mode, torch.is_grad_enabled()
             self.module.train(task.training)
-            for layer in self._still[task.holds_statistics]:
+            for layer in self._frozen_norms[task.holds_statistics]:
                 layer.training = False  # the layer alone: dropout below it follows the mode
             self._revision = -1
         if self._revision != task.revision or self._base != _versions(self._backbone):
@@ -186,7 +186,7 @@ def _versions(watched: list[Tensor]) -> tuple[Any, ...]:
     return (*first, *[t._version for t in watched])
 
 
-def _still_layers(module: nn.Module, owned: set[str]) -> list[nn.Module]:
+def _frozen_norms_of(module: nn.Module, owned: set[str]) -> list[nn.Module]:
     """Norm layers whose statistics are not owned: they stay in evaluation mode, so that nothing moves them."""
     return [
         layer
@@ -197,7 +197,7 @@ def _still_layers(module: nn.Module, owned: set[str]) -> list[nn.Module]:
 
 def _place_head(module: nn.Module, task: Task) -> "_Headed | None":
     """Give the copy the task's head; returned if it goes behind the module rather than into it."""
-    kind, name = task.card.head, task.anatomy.head
+    kind, name = task.metadata.head, task.anatomy.head
     if kind != "keep":
         layer = module.get_submodule(name) if kind == "classes" and name is not None else None
         _state_outputs(module, layer, 0 if kind == "none" else len(task.classes or ()) or None)

@@ -126,10 +126,10 @@ class Library:
         try:
             if name == self.net.original:
                 raise TaskError(f"{name!r} is what the backbone's own task is called: call the file otherwise")
-            if task.card.head == "none":
+            if task.metadata.head == "none":
                 raise TaskError(f"task {name!r} gives features, not classes: there is nothing to answer")
             read = inspect_archive(pack_task(task, self.net.fingerprint), signature[1])
-            preprocessing = Preprocessing.from_dict(task.card.preprocessing)
+            preprocessing = Preprocessing.from_dict(task.metadata.preprocessing)
         except BitgraftError:
             self.net.remove_task(inner)
             raise
@@ -168,12 +168,12 @@ def _files(folder: Path) -> Iterator[tuple[str, Signature]]:
 
 
 def _about(name: str, read: Inspection, weights: int) -> dict[str, Any]:
-    card = read.archive.card
+    metadata = read.archive.metadata
     split, share = accuracy(read.archive.metrics)
     return {
         "name": name,
-        "method": card.method,
-        "classes": None if card.classes is None else len(card.classes),
+        "method": metadata.method,
+        "classes": None if metadata.classes is None else len(metadata.classes),
         "accuracy": share,
         "measured_on": split,
         "bytes": read.size,

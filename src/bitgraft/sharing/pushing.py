@@ -33,16 +33,16 @@ def push(
 
 def model_card(store: Store, task: str, repo: str, archive: Archive, size: int, licence: str | None = None) -> str:
     """README.md for a task's repository, from what its file says."""
-    backbone, card = store.backbone.name, archive.card
+    backbone, metadata = store.backbone.name, archive.metadata
     bits = 8 * (size - inspect_archive(archive, size).bytes["head"]) / store.size.weights
     rows = {
-        "method": card.method,
-        "classes": None if card.classes is None else len(card.classes),
+        "method": metadata.method,
+        "classes": None if metadata.classes is None else len(metadata.classes),
         "accuracy": _accuracy(archive.metrics),
         "backbone": f"{backbone}, fingerprint `{archive.backbone}`",
         "size": f"{size / 1e6:.2f} MB, {bits:.2f} bits per weight of the backbone, head apart",
-        "input": json.dumps(dict(card.preprocessing)),
-        "builds on": ", ".join(card.leans_on),
+        "input": json.dumps(dict(metadata.preprocessing)),
+        "builds on": ", ".join(metadata.leans_on),
         "written by": f"bitgraft {__version__}",
     }
     return "\n".join(
@@ -65,7 +65,7 @@ def model_card(store: Store, task: str, repo: str, archive: Archive, size: int, 
             f"bitgraft predict photo.jpg --task {task}",
             "```",
             "",
-            *_classes(card.classes),
+            *_classes(metadata.classes),
         ]
     )
 

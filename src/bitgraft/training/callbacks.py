@@ -9,7 +9,7 @@ from bitgraft.backbone.files import write_atomically
 from bitgraft.errors import TrainingError
 
 
-class Observer(Protocol):
+class Callback(Protocol):
     """Whoever inherits from it writes only the methods that it needs."""
 
     # each body returns: mypy takes an empty one for abstract
@@ -31,7 +31,7 @@ class Observer(Protocol):
         return
 
 
-class JsonLines(Observer):
+class JsonLines(Callback):
     """One line of JSON for each epoch. A resumed run leaves the same file as an uninterrupted one."""
 
     def __init__(self, path: Path) -> None:
@@ -48,7 +48,7 @@ class JsonLines(Observer):
         write_atomically(self.path, "".join(json.dumps(r) + "\n" for r in self.records).encode())
 
 
-class Clock(Observer):
+class Clock(Callback):
     """Time spent on training steps, on the wall and of the processor, and the images that went through them.
 
     All in this process: a run that goes on after a kill is timed from there.
@@ -79,7 +79,7 @@ class Clock(Observer):
         return self.images / max(self.seconds, 1e-9)
 
 
-class TensorBoard(Observer):
+class TensorBoard(Callback):
     """Each epoch's numbers as curves. A resumed run's go on where its checkpoint was."""
 
     def __init__(self, folder: Path) -> None:

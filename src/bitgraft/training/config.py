@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 from bitgraft.errors import TrainingError
 
-ROLES = ("scores", "k", "shift", "weights", "norms", "head")
+ROLES = ("scores", "k", "k1", "weights", "norms", "head")
 
 
 @dataclass(frozen=True)
 class Config:
-    """Rates and optimisers go by role: R (`scores`), `k`, k1 (`shift`), `norms`, `head`, and `weights` for the rest."""
+    """Rates and optimisers go by role: `scores` (R), `k` (k0, k2, k3), `k1`, `norms`, `head`, `weights` (the rest)."""
 
     epochs: int = 30
     steps: int | None = None
@@ -37,22 +37,22 @@ class Config:
     """A method whose phases have rates and drops of their own (PackNet) keeps to them; else to those given here."""
     label_smoothing: float = 0.0
     class_weights: Literal["balanced"] | tuple[float, ...] | None = None
-    follow: float = 0.0
-    """R begins at random within this reach, and k2 follows its mean size (`Masked.follow`); 0 is the paper's start."""
-    centre: bool = False
+    scale_k2_by_r: float = 0.0
+    """R begins at random within this reach, and k2 follows its mean size; 0 is the paper's start."""
+    gradient_centralization: bool = False
     """Take the mean off each filter's gradient. Else a step moves all of a filter at once, which an input with a mean
     of its own (a white page) feels most."""
-    level: bool = False
+    mean_shift_correction: bool = False
     """Let what changes in a weight act on its inputs less their mean over the training images, measured once, at the
-    start; the task's own norm layers make up for it (`Task.level`). Only where statistics are kept: those of a batch
+    start; the task's own norm layers make up for it. Only where statistics are kept: those of a batch
     take out the mean by themselves."""
-    steady: bool = False
+    clip_to_ema_norm: bool = False
     """Hold the norm of each tensor's gradient to that of its past ones, by Adam's second moment. Else a step too far
     makes gradients larger, and those the next step, until the network answers the same to every image."""
     statistics: Literal["batch", "kept"] = "batch"
     """What a task's own norm layers normalise by in training: the batch, or running statistics that stay as they are
     (small images and batches make for poor statistics)."""
-    head_start: bool = False
+    head_init: bool = False
     """Settle the task's norm statistics on the data and fit its head on cached features, before anything learns."""
     patience: int | None = None
     """Stop after so many epochs without a better validation accuracy."""
@@ -105,28 +105,28 @@ class Config:
 
 IMAGENET_TO_SKETCH = Config(size=224, crop="random-resized")
 DECATHLON = Config(epochs=60, drop_after=45, size=64, resize=72)
-UNLEVELLED = Config(
+UNCORRECTED = Config(
     steps=250,
-    rates={"scores": 1e-3, "k": 1e-3, "shift": 1e-4, "weights": 1e-3, "norms": 1e-3, "head": 1e-3},
+    rates={"scores": 1e-3, "k": 1e-3, "k1": 1e-4, "weights": 1e-3, "norms": 1e-3, "head": 1e-3},
     optimizers=dict.fromkeys(ROLES, "adam"),
     eps=1e-12,
     schedule="cosine",
     drop_after=None,
     warmup=1.0,
-    follow=1e-3,
-    centre=True,
-    steady=True,
+    scale_k2_by_r=1e-3,
+    gradient_centralization=True,
+    clip_to_ema_norm=True,
     statistics="kept",
-    head_start=True,
+    head_init=True,
 )
 """What `quick` was before levelling: the tables of docs/results that have every method were made with it."""
-QUICK = UNLEVELLED.changed(rates={"scores": 2e-3, "weights": 2e-3}, level=True, label_smoothing=0.1)
+QUICK = UNCORRECTED.changed(rates={"scores": 2e-3, "weights": 2e-3}, mean_shift_correction=True, label_smoothing=0.1)
 
 
-def _unlevelled(given: Mapping[str, Any]) -> dict[str, Any]:
+def _uncorrected(given: Mapping[str, Any]) -> dict[str, Any]:
     """For methods that have been measured so: back from `quick` to what it was."""
-    rates = {role: UNLEVELLED.rates[role] for role in ("scores", "weights")} | given.get("rates", {})
-    return {"level": False, "label_smoothing": 0.0, **given, "rates": rates}
+    rates = {role: UNCORRECTED.rates[role] for role in ("scores", "weights")} | given.get("rates", {})
+    return {"mean_shift_correction": False, "label_smoothing": 0.0, **given, "rates": rates}
 
 
 _RATES: Mapping[str, Mapping[str, Any]] = {
@@ -143,8 +143,8 @@ _RATES: Mapping[str, Mapping[str, Any]] = {
     "lora": {},
 }
 BY_METHOD: Mapping[tuple[str, str], Mapping[str, Any]] = {
-    **{("quick-unlevelled", method): given for method, given in _RATES.items()},
-    **{("quick", method): _unlevelled(given) for method, given in _RATES.items()},
+    **{("quick-uncorrected", method): given for method, given in _RATES.items()},
+    **{("quick", method): _uncorrected(given) for method, given in _RATES.items()},
     **{("quick", method): {"rates": {"scores": 4e-3, "k": 3e-3}, "eps": 2e-3} for method in ("full", "simple")},
     ("quick", "piggyback-bn"): {"rates": {"scores": 5e-4}},
 }
@@ -155,12 +155,12 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "packnet": {"keep": 0.75},
 }
 OPTIONS: Mapping[tuple[str, str], Mapping[str, Any]] = {
-    (name, method): given for name in ("quick", "quick-unlevelled") for method, given in _OPTIONS.items()
+    (name, method): given for name in ("quick", "quick-uncorrected") for method, given in _OPTIONS.items()
 }
 """(preset, method) -> the method's options, where the protocol has others than the method."""
 PRESETS = {
     "quick": QUICK,
-    "quick-unlevelled": UNLEVELLED,
+    "quick-uncorrected": UNCORRECTED,
     "imagenet-to-sketch": IMAGENET_TO_SKETCH,
     "decathlon": DECATHLON,
 }

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from bitgraft.network import Network
 from bitgraft.training.learner import Objective
 from bitgraft.training.loader import Batches
-from bitgraft.training.to_device import placed
+from bitgraft.training.to_device import to_device
 
 
 class Loader:
@@ -51,7 +51,7 @@ def evaluate(
         if not len(images):
             continue
         objective.check(task, targets, "the validation data")
-        images, targets = placed(images, accelerator.device), targets.to(accelerator.device)
+        images, targets = to_device(images, accelerator.device), targets.to(accelerator.device)
         with accelerator.autocast():
             output = net(images, task=task)
         loss = objective(task, output, targets)

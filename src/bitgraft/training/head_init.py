@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bitgraft.network import Network
-from bitgraft.runtime.task_module import Graft
+from bitgraft.runtime.task_module import TaskModule
 from bitgraft.training.config import Config
 from bitgraft.training.evaluation import Loader
 from bitgraft.training.learner import Objective
 from bitgraft.training.mean_shift_correction import Inputs, levelled
 from bitgraft.training.sync_bn import over_processes
-from bitgraft.training.to_device import placed
+from bitgraft.training.to_device import to_device
 
 Batch = tuple[Tensor, Tensor]
 STEPS = 300
@@ -32,32 +32,32 @@ def begin(
     net: Network, name: str, loader: Loader, objective: Objective, config: Config, accelerator: Accelerator
 ) -> None:
     """What the configuration asks for before a task's first step."""
-    level = config.level and config.statistics == "kept"
-    if config.head_start:
+    level = config.mean_shift_correction and config.statistics == "kept"
+    if config.head_init:
         with over_processes(accelerator.num_processes):
             settle_statistics(net, name, loader, accelerator.device)
-    if config.head_start or level:
+    if config.head_init or level:
         images = objective.checked(name, loader.plain())
-        seen = look(net, name, images, accelerator.device, head=config.head_start, means=level)
+        seen = look(net, name, images, accelerator.device, head=config.head_init, means=level)
         fit_head(net, name, seen)
-        net.tasks[name].level(seen.means)
+        net.tasks[name].correct_mean_shift(seen.means)
 
 
 @torch.no_grad()
 def settle_statistics(net: Network, name: str, batches: Iterable[Batch], device: torch.device) -> None:
     """Make the running statistics that the task owns the mean over one pass of training batches."""
     task = net.tasks[name].train()
-    graft = Graft(task).hang()
-    graft.refresh()
-    layers: list[Any] = [m for m in graft.module.modules() if getattr(m, "running_mean", None) is not None]
+    task_module = TaskModule(task).attach_hooks()
+    task_module.refresh()
+    layers: list[Any] = [m for m in task_module.module.modules() if getattr(m, "running_mean", None) is not None]
     moving = [layer for layer in layers if layer.training]
     if not moving:
         return
-    for layer in moving:  # of this graft alone, which is thrown away
+    for layer in moving:  # of this task_module alone, which is thrown away
         layer.momentum = None
         layer.num_batches_tracked.zero_()
     for images, _ in batches:
-        graft(placed(images, device))
+        task_module(to_device(images, device))
 
 
 @dataclass
@@ -77,17 +77,17 @@ def look(
 ) -> Look:
     """Run every image through the task as it is, in evaluation mode, for its head to be fitted, for means, or both."""
     task = net.tasks[name].eval()
-    graft = Graft(task).hang()
-    graft.refresh()
+    task_module = TaskModule(task).attach_hooks()
+    task_module.refresh()
     seen, hooks = Look(), []
-    if head := head and task.card.head in ("classes", "linear"):
-        layer = task.head if task.head is not None else graft.module.get_submodule(net.anatomy.head or "")
+    if head := head and task.metadata.head in ("classes", "linear"):
+        layer = task.head if task.head is not None else task_module.module.get_submodule(net.anatomy.head or "")
         hooks.append(layer.register_forward_pre_hook(lambda layer, args: seen.features.append(args[0])))
-    inputs = Inputs({id(graft.module.get_parameter(name)): name for name in levelled(task)} if means else {})
+    inputs = Inputs({id(task_module.module.get_parameter(name)): name for name in levelled(task)} if means else {})
     try:
         for images, targets in batches:
             with inputs:
-                graft(placed(images, device))
+                task_module(to_device(images, device))
             if head:
                 seen.labels.append(targets.to(device))
     finally:

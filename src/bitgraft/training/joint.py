@@ -43,7 +43,7 @@ class Shared(nn.Module):
 
 def shared_weights(net: Network, tasks: Mapping[str, Task]) -> Shared | None:
     """What the tasks learn together, if their method wants that and nobody else stands on it."""
-    methods = {task.card.method for task in tasks.values()}
+    methods = {task.metadata.method for task in tasks.values()}
     joint = {name for name in methods if registry.get(name).joint}
     if not joint:
         return None

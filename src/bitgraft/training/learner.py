@@ -27,9 +27,9 @@ class Learner(nn.Module):
         self._net = (net,)
 
     def forward(self, images: Tensor, task: str) -> Any:
-        graft = self._net[0].ready(task)
+        task_module = self._net[0].ready(task)
         with Convolutions() if images.device.type == "cpu" else nullcontext():
-            return graft(images)
+            return task_module(images)
 
 
 class Objective:

@@ -18,7 +18,7 @@ from bitgraft.methods import registry
 from bitgraft.network import Network
 from bitgraft.task import Task
 from bitgraft.training import optimizers
-from bitgraft.training.callbacks import Observer
+from bitgraft.training.callbacks import Callback
 from bitgraft.training.checkpoint import Position, Result, State, copied, load, of_task, save
 from bitgraft.training.config import Config, preset
 from bitgraft.training.cpu.memory import kept
@@ -28,7 +28,7 @@ from bitgraft.training.joint import SHARED, Shared, shared_weights
 from bitgraft.training.learner import Learner, Loss, Objective, trainable
 from bitgraft.training.loader import Batches, turns
 from bitgraft.training.sync_bn import over_processes
-from bitgraft.training.to_device import placed
+from bitgraft.training.to_device import to_device
 
 CHECK_EVERY = 50  # steps between looks at the loss, where each waits for the device or for other processes
 
@@ -47,7 +47,7 @@ def fit(
     loss: Loss | None = None,
     folder: str | Path | None = None,
     resume: bool = False,
-    observers: Sequence[Observer] = (),
+    callbacks: Sequence[Callback] = (),
     workers: int = 0,
     accelerator: Accelerator | None = None,
     checkpoint_every: float = 60.0,
@@ -62,7 +62,7 @@ def fit(
         loss: in place of cross entropy, for heads that do not classify.
         folder: where checkpoints go; none are written without one.
         resume: go on from the checkpoint there.
-        observers: are told of steps and epochs (progress, metrics).
+        callbacks: are told of steps and epochs (progress, metrics).
         workers: processes that load data.
         accelerator: yours, where you have one; it says which device, how many processes, what precision.
         checkpoint_every: seconds between checkpoints within an epoch; each epoch ends with one.
@@ -71,23 +71,23 @@ def fit(
     if isinstance(task, str):
         task, train, val = [task], {task: train}, {task: val}
     accelerator = accelerator or Accelerator()
-    config = config or preset("quick", trainable(net, task[0]).card.method)
+    config = config or preset("quick", trainable(net, task[0]).metadata.method)
     run = _Run(net, list(task), config, accelerator, loss, Path(folder) / "state.pt" if folder is not None else None)
-    run.observers, run.stop, run.checkpoint_every = observers, stop, checkpoint_every
+    run.callbacks, run.stop, run.checkpoint_every = callbacks, stop, checkpoint_every
     try:
         run.load_data(train, val, workers)
         with kept() if accelerator.device.type == "cpu" else nullcontext():
             return run.go(resume)
     finally:
         run.release()
-        for observer in observers:
-            observer.end()
+        for callback in callbacks:
+            callback.end()
 
 
 class _Run:
     """One call of `fit`."""
 
-    observers: Sequence[Observer] = ()
+    callbacks: Sequence[Callback] = ()
     stop: Callable[[], bool]
     checkpoint_every: float
 
@@ -102,12 +102,12 @@ class _Run:
     ) -> None:
         self.net, self.names, self.config, self.accelerator, self.path = net, names, config, accelerator, path
         self.tasks = {name: trainable(net, name) for name in names}
-        self.phases = optimizers.phases_of(registry.get(self.tasks[names[0]].card.method), config)
+        self.phases = optimizers.phases_of(registry.get(self.tasks[names[0]].metadata.method), config)
         for task in self.tasks.values():
             task.holds_statistics = config.statistics == "kept"
-            task.lay_out(innermost=accelerator.device.type == "cpu")  # as `placed` does with images
-            if config.follow:
-                task.follow(config.follow, config.seed)
+            task.set_channels_last(channels_last=accelerator.device.type == "cpu")  # as `placed` does with images
+            if config.scale_k2_by_r:
+                task.scale_k2_by_r(config.scale_k2_by_r, config.seed)
         net.to(accelerator.device)
         self.shared = shared_weights(net, self.tasks)
         self.learned: dict[str, Task | Shared] = {**self.tasks, **({SHARED: self.shared} if self.shared else {})}
@@ -139,8 +139,8 @@ class _Run:
         if state is None:
             for name, loader in self.train.items():
                 begin(self.net, name, loader, self.objective, self.config, self.accelerator)
-        for observer in self.observers:
-            observer.begin(self.names, sum(map(self._epochs, self.phases)), len(self.turns), self.at.epochs_done)
+        for callback in self.callbacks:
+            callback.begin(self.names, sum(map(self._epochs, self.phases)), len(self.turns), self.at.epochs_done)
         for phase in range(self.at.phase, len(self.phases)):
             self._run_phase(state)
             state = None
@@ -163,8 +163,8 @@ class _Run:
         while self.at.epoch < epochs and self.result.hopeful(self.at.epochs_done, self.config.patience):
             self._run_epoch(phase, epochs)
             record = self._record()
-            for observer in self.observers:
-                observer.epoch(record)
+            for callback in self.callbacks:
+                callback.epoch(record)
             self.at = Position(self.at.phase, self.at.epoch + 1, 0, self.at.epochs_done + 1)
             self._save()
 
@@ -186,13 +186,13 @@ class _Run:
             whole = self.train[name].batches.whole(step)
             self._step(name, next(streams[name]), whole)
             self.at.step = index + 1
-            for observer in self.observers:
-                observer.step(self.at.epochs_done, index + 1, whole)
+            for callback in self.callbacks:
+                callback.step(self.at.epochs_done, index + 1, whole)
             self._between_steps(index, count)
 
     def _step(self, name: str, batch: tuple[Tensor, Any], whole: int) -> None:
         device, world = self.accelerator.device, self.accelerator.num_processes
-        images, targets = placed(batch[0], device), batch[1].to(device, non_blocking=True)
+        images, targets = to_device(batch[0], device), batch[1].to(device, non_blocking=True)
         parts = list(zip(images.chunk(self.config.accumulate), targets.chunk(self.config.accumulate), strict=True))
         for index, (part, wanted) in enumerate(parts):
             last = index == len(parts) - 1
@@ -226,8 +226,8 @@ class _Run:
         loss, right, images = self.accelerator.reduce(self.sums, "sum").tolist()
         if not math.isfinite(loss):
             raise self._diverged("the loss is not a number any more")
-        for observer in self.observers:
-            observer.look(loss / images, right / images)
+        for callback in self.callbacks:
+            callback.look(loss / images, right / images)
 
     def _diverged(self, what: str) -> TrainingError:
         kept = f"the last good state is in {self.path}" if self.path is not None and self.path.exists() else ""
@@ -255,7 +255,7 @@ class _Run:
     def _finish(self) -> None:
         self.result.best_tasks = self.best_state
         for task in self.tasks.values():
-            task.unlevel()
+            task.fold_mean_shift()
         if self.config.keep == "best" and self.best_state is not None:
             for name, held in self.learned.items():
                 held.load_state_dict(self.best_state[name])
@@ -269,8 +269,8 @@ class _Run:
         """Leave tasks to normalise as they would without us, and the backbone out of reach, however the run ended."""
         for task in self.tasks.values():
             task.holds_statistics = False
-            task.lay_out(innermost=False)
-            task.unlevel()
+            task.set_channels_last(channels_last=False)
+            task.fold_mean_shift()
         if self.shared is not None:
             self.shared.release(self.tasks)
 
@@ -289,7 +289,7 @@ class _Run:
             optimizers = None if fresh_phase else [optimizer.state_dict() for optimizer in self.optimizers]
             tasks = {name: held.state_dict() for name, held in self.learned.items()}
             scaler = self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else None
-            means = {name: task.means for name, task in self.tasks.items()}
+            means = {name: task.input_means for name, task in self.tasks.items()}
             state = State(self.at, self.result, tasks, optimizers, self.best_state, self.sums, scaler, means)
             save(self.path, self.config, state)
 
@@ -301,7 +301,9 @@ class _Run:
         for name, held in self.learned.items():
             held.load_state_dict(state.tasks[name])
         for name, task in self.tasks.items():
-            task.level({weight: mean.to(self.accelerator.device) for weight, mean in state.means[name].items()})
+            task.correct_mean_shift(
+                {weight: mean.to(self.accelerator.device) for weight, mean in state.means[name].items()}
+            )
         if self.accelerator.scaler is not None and state.scaler is not None:
             self.accelerator.scaler.load_state_dict(state.scaler)
         self.sums.copy_(state.sums)

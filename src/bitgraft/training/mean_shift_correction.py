@@ -1,4 +1,4 @@
-"""The mean of what weights take in, so that changes of weights can be levelled (`Task.level`)."""
+"""The mean of what weights take in, so that changes of weights can be levelled (`Task.correct_mean_shift`)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -24,8 +24,8 @@ def build(learned: Iterable[tuple[str, nn.Parameter]], config: Config, phase: Ph
         settings = [
             {
                 "params": parameters,
-                "centred": config.centre and role in ("scores", "weights"),
-                "steady": config.steady and kind == "adam",
+                "centralized": config.gradient_centralization and role in ("scores", "weights"),
+                "clip_to_ema_norm": config.clip_to_ema_norm and kind == "adam",
                 "lr": phase.rate if phase.rate is not None else config.rates[role],
                 "weight_decay": config.weight_decay.get(role, 0.0),
             }
@@ -79,23 +79,23 @@ def set_rates(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> Non
 
 
 @torch.no_grad()
-def centre(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+def centralize_gradients(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Take the mean off the gradient of each filter, where the configuration says so (gradient centralisation)."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            for parameter in group["params"] if group.get("centred") else ():
+            for parameter in group["params"] if group.get("centralized") else ():
                 if parameter.grad is not None and parameter.dim() > 1 and parameter[0].numel() > 1:
                     parameter.grad -= parameter.grad.mean(tuple(range(1, parameter.dim())), keepdim=True)
 
 
 @torch.no_grad()
-def steady(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+def clip_to_ema_norm(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Scale a tensor's gradient down to the root mean square that Adam remembers of it, where the configuration says
     so (as StableAdamW does with its steps). Nothing is kept but Adam's own state. A tensor whose gradients were all 0
     (R's, as long as k2 and k3 are) has no size to be held to."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            for parameter in group["params"] if group.get("steady") else ():
+            for parameter in group["params"] if group.get("clip_to_ema_norm") else ():
                 known = optimizer.state.get(parameter)
                 if parameter.grad is None or not known:
                     continue
@@ -110,8 +110,8 @@ def advance(optimizers: Sequence[Any], scaler: torch.amp.GradScaler | None) -> N
     if scaler is not None:
         for optimizer in optimizers:
             scaler.unscale_(optimizer.optimizer)
-    centre(optimizers)
-    steady(optimizers)
+    centralize_gradients(optimizers)
+    clip_to_ema_norm(optimizers)
     for optimizer in optimizers:
         if scaler is None:
             optimizer.step()

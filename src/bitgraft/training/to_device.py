@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 
-def placed(images: Tensor, device: torch.device) -> Tensor:
-    """Images on the device; on a CPU with the channels innermost, as its convolutions run fastest.
+def to_device(images: Tensor, device: torch.device) -> Tensor:
+    """Images on the device; on a CPU with the channels last, as its convolutions run fastest.
 
     EfficientNet-Lite0 at 64 px takes 0.6 of the time to evaluate and 0.8 of the time to train.
     """

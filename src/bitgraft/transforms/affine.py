@@ -65,37 +65,37 @@ PACE = 3.0  # how much faster than the other k a k2 learns that follows R
 class Coordinates:
     """Where the four k come from: constants, the learned rows among k0, k2 and k3, and k1 by itself.
 
-    Where k2 follows R it is 2 mean|R| exp(PACE its row), and k1 is `shift` less half of k2: W~ moves by the mean size
+    Where k2 follows R it is 2 mean|R| exp(PACE its row), and k1 is `k1` less half of k2: W~ moves by the mean size
     of R, up or down as R's sign says, and learns quickly whether that is too much or too little.
     """
 
     kept: tuple[int, ...]
     """Which of k0, k2 and k3 are learned, in the order of the rows that hold them."""
-    follows: bool = False
+    k2_scaled_by_r: bool = False
 
-    def values(self, constants: Tensor, k: Tensor | None, shift: Tensor | None, size: Tensor | None = None) -> Tensor:
+    def values(self, constants: Tensor, k: Tensor | None, k1: Tensor | None, size: Tensor | None = None) -> Tensor:
         """k0..k3, (4,) or (4, channels), constants included. `size` is R's mean one, where k2 follows it."""
-        if k is None and shift is None:
+        if k is None and k1 is None:
             return constants
         rows = list(constants.unbind())
         if k is not None:
             for row, index in enumerate(self.kept):
                 rows[index] = k[row]
-        if shift is not None:
-            rows[1] = shift
+        if k1 is not None:
+            rows[1] = k1
         if size is not None:
             half = size * torch.exp(PACE * rows[2])
             rows[1], rows[2] = rows[1] - half, 2 * half
         return torch.stack(rows)
 
     def gradients(
-        self, to_values: Tensor, shifted: bool, k2: Tensor | None = None
+        self, to_values: Tensor, has_k1: bool, k2: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """dE/dk and dE/dshift from dE/dk0..k3, and from k2 itself where it follows R."""
+        """dE/dk and dE/dk1 from dE/dk0..k3, and from k2 itself where it follows R."""
         rows = list(to_values.unbind())
         if k2 is not None:
             rows[2] = PACE * k2 * (rows[2] - rows[1] / 2)
-        return torch.stack([rows[i] for i in self.kept]) if self.kept else None, rows[1] if shifted else None
+        return torch.stack([rows[i] for i in self.kept]) if self.kept else None, rows[1] if has_k1 else None
 
 
 def mean_size(scores: Tensor, threshold: float, channel: tuple[int, ...]) -> Tensor:
@@ -154,24 +154,24 @@ class Learning:
 
     scores: Tensor
     k: Tensor | None
-    shift: Tensor | None
+    k1: Tensor | None
     constants: Tensor
     weight: Tensor
     rule: MaskRule
     coordinates: Coordinates
     channel: tuple[int, ...]
-    innermost: bool
-    """Give W~ of a convolution with the channels innermost, whatever W has."""
+    channels_last: bool
+    """Give W~ of a convolution with the channels last, whatever W has."""
 
     @torch.no_grad()
     def values(self) -> Tensor:
         """k0..k3, (4,) or (4, channels), constants included."""
-        follows = self.coordinates.follows
-        size = mean_size(self.scores, self.rule.threshold, self.channel) if follows else None
-        return self.coordinates.values(self.constants, self.k, self.shift, size)
+        k2_scaled_by_r = self.coordinates.k2_scaled_by_r
+        size = mean_size(self.scores, self.rule.threshold, self.channel) if k2_scaled_by_r else None
+        return self.coordinates.values(self.constants, self.k, self.k1, size)
 
     def scored(self, values: Tensor) -> cpu.Scored:
-        return cpu.Scored(self.weight, self.scores, self.rule.threshold, values, self.innermost)
+        return cpu.Scored(self.weight, self.scores, self.rule.threshold, values, self.channels_last)
 
     def suits_loops(self) -> bool:
         """Each k is for one stretch of memory, and the loops take such a weight, if there are enough of them."""
@@ -181,7 +181,7 @@ class Learning:
         """In PyTorch alone."""
         mask = threshold(self.scores, self.rule.threshold, self.scores.dtype)
         plain = affine(self.weight, mask, values.view(4, *self.channel))
-        if not self.innermost:
+        if not self.channels_last:
             return plain
         return strided_like(torch.empty_like(plain, memory_format=torch.channels_last), plain)  # to the last stride
 
@@ -192,7 +192,7 @@ def learned(held: Sequence[Learning]) -> list[Tensor]:
     fast = _in_one_call(held)
     found = dict(zip(fast, cpu.forward([held[i].scored(values[i]) for i in fast]), strict=True)) if fast else {}
     return [
-        LearnedAffine.apply(one.scores, one.k, one.shift, one, values[i], [found.get(i)]) for i, one in enumerate(held)
+        LearnedAffine.apply(one.scores, one.k, one.k1, one, values[i], [found.get(i)]) for i, one in enumerate(held)
     ]
 
 
@@ -210,7 +210,7 @@ class LearnedAffine(torch.autograd.Function):
         ctx: Any,
         scores: Tensor,
         k: Tensor | None,  # noqa: ARG004
-        shift: Tensor | None,  # noqa: ARG004
+        k1: Tensor | None,  # noqa: ARG004
         one: Learning,
         values: Tensor,
         given: list[Tensor | None],
@@ -224,23 +224,25 @@ class LearnedAffine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         scores, values, weight = ctx.saved_tensors
         one: Learning = ctx.one
-        rule, channel, follows = one.rule, one.channel, one.coordinates.follows
+        rule, channel, k2_scaled_by_r = one.rule, one.channel, one.coordinates.k2_scaled_by_r
         to_mask: Tensor | None
         sums: Tensor | None
         if grad.dtype == torch.float32 and one.suits_loops() and cpu.is_large(weight):
-            grad = grad if cpu.is_turned(weight, grad) else strided_like(weight, grad)
+            grad = grad if cpu.is_transposed(weight, grad) else strided_like(weight, grad)
             to_mask, sums = cpu.backward(grad, one.scored(values))
         else:
             to_mask, sums = _gradients(grad, scores, values, weight, rule, channel, ctx.needs_input_grad)
-        to_scores = to_k = to_shift = None
+        to_scores = to_k = to_k1 = None
         if to_mask is not None:
             to_scores = through_surrogate(to_mask, scores, rule.threshold, rule.surrogate).to(scores.dtype)
-            if follows:  # as if R itself were added: else Adam's moments would lag behind a k2 that grows
+            if k2_scaled_by_r:  # as if R itself were added: else Adam's moments would lag behind a k2 that grows
                 to_scores = to_scores / values[2].view(channel)
         if sums is not None:
             to_values = sums.view_as(values).to(values.dtype)
-            to_k, to_shift = one.coordinates.gradients(to_values, one.shift is not None, values[2] if follows else None)
-        return to_scores, to_k, to_shift, None, None, None
+            to_k, to_k1 = one.coordinates.gradients(
+                to_values, one.k1 is not None, values[2] if k2_scaled_by_r else None
+            )
+        return to_scores, to_k, to_k1, None, None, None
 
 
 def _in_rows(channel: tuple[int, ...]) -> bool:

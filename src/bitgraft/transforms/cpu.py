@@ -53,33 +53,33 @@ class Packed:
     weight: Tensor
     bits: Tensor
     k: Tensor
-    room: Tensor | None = None
+    out: Tensor | None = None
     """Memory for as many elements that may be used for W~."""
 
 
 def switch(masks: Sequence[Packed]) -> list[Tensor]:
     """W~ of some weights from packed bits, all in one call: what a call costs is paid once."""
-    rooms, held = [_switched(mask) for mask in masks], [_held(mask.k) for mask in masks]
-    _run("switch", [_bits(*one) for one in zip(masks, held, rooms, strict=True)])
-    return rooms
+    outs, held = [_switched(mask) for mask in masks], [_held(mask.k) for mask in masks]
+    _run("switch", [_bits(*one) for one in zip(masks, held, outs, strict=True)])
+    return outs
 
 
 class Switch:
     """`switch` of one weight, as a call: what can be found out beforehand has been, all but the arithmetic."""
 
     def __init__(self, mask: Packed) -> None:
-        self._room, self._held = _switched(mask), (mask, _held(mask.k))
-        self._job, count = _job([_bits(*self._held, self._room)])
+        self._out, self._held = _switched(mask), (mask, _held(mask.k))
+        self._job, count = _job([_bits(*self._held, self._out)])
         self._call = prepared(native().switch, self._job, count)
 
     def __call__(self) -> Tensor:
         self._job[0] = 0  # as often as it is called
         self._call()
-        return self._room
+        return self._out
 
 
 def _switched(mask: Packed) -> Tensor:
-    return torch.empty_like(mask.weight, requires_grad=False) if mask.room is None else mask.room
+    return torch.empty_like(mask.weight, requires_grad=False) if mask.out is None else mask.out
 
 
 def _bits(mask: Packed, k: Tensor, out: Tensor) -> "Part":
@@ -95,27 +95,27 @@ class Scored:
     scores: Tensor
     threshold: float
     k: Tensor
-    innermost: bool = False
-    """Give W~ with the channels innermost, whatever W has."""
+    channels_last: bool = False
+    """Give W~ with the channels last, whatever W has."""
 
 
 def forward(masks: Sequence[Scored]) -> list[Tensor]:
     """W~ of some weights from R, with the bit 1[R >= threshold], all in one call."""
-    rooms = [_room(mask.weight, mask.innermost) for mask in masks]
+    outs = [_out(mask.weight, mask.channels_last) for mask in masks]
     held = [_held(mask.k) for mask in masks]
     thresholds = np.array([mask.threshold for mask in masks], np.float32)
     at, parts = thresholds.ctypes.data, []
-    for mask, k, out in zip(masks, held, rooms, strict=True):
+    for mask, k, out in zip(masks, held, outs, strict=True):
         begins = (mask.scores.data_ptr(), at, mask.weight.data_ptr(), out.data_ptr(), 0, k.data_ptr(), 0, 0, 0, 0, 0)
         parts.append((_places("forward", _filters(mask.weight, out), k.numel() // 4), begins))
         at += thresholds.itemsize
     _run("forward", parts)
-    return rooms
+    return outs
 
 
 def backward(grad: Tensor, mask: Scored) -> tuple[Tensor, Tensor]:
     """dE/dM = dE/dW~ ∘ (k2 + k3 W), laid out as R, and dE/dk in the shape of k. The gradient is laid out as W, or with
-    the channels innermost."""
+    the channels last."""
     out, k, at = torch.empty_like(mask.scores), _held(mask.k), np.array([mask.threshold], np.float32)
     rows = k.numel() // 4
     places = _places("backward", _filters(mask.weight, grad), rows)
@@ -125,24 +125,24 @@ def backward(grad: Tensor, mask: Scored) -> tuple[Tensor, Tensor]:
     return out, sums.sum(1).float().t().reshape(k.shape)
 
 
-def is_turned(weight: Tensor, other: Tensor) -> bool:
-    """The other has the channels innermost, and the weight has not."""
-    innermost = weight.dim() == 4 and other.is_contiguous(memory_format=torch.channels_last)
-    return innermost and weight.stride() != other.stride() and weight.is_contiguous()
+def is_transposed(weight: Tensor, other: Tensor) -> bool:
+    """The other has the channels last, and the weight has not."""
+    channels_last = weight.dim() == 4 and other.is_contiguous(memory_format=torch.channels_last)
+    return channels_last and weight.stride() != other.stride() and weight.is_contiguous()
 
 
 Filters = tuple[int, int, int]
-"""How many, their channels, and the elements of each channel. One place stands for a weight that is not turned."""
+"""How many, their channels, and the elements of each channel. One place stands for a weight that is not transposed."""
 
 
 def _filters(weight: Tensor, other: Tensor) -> Filters:
-    if is_turned(weight, other) and (places := weight[0, 0].numel()) > 1:
+    if is_transposed(weight, other) and (places := weight[0, 0].numel()) > 1:
         return weight.shape[0], weight.shape[1], places
     return weight.numel(), 1, 1
 
 
-def _room(weight: Tensor, innermost: bool) -> Tensor:
-    layout = torch.channels_last if innermost and weight.dim() == 4 else torch.preserve_format
+def _out(weight: Tensor, channels_last: bool) -> Tensor:
+    layout = torch.channels_last if channels_last and weight.dim() == 4 else torch.preserve_format
     return torch.empty_like(weight, requires_grad=False, memory_format=layout)
 
 
@@ -166,7 +166,7 @@ def native() -> Any:
 @functools.lru_cache(maxsize=1024)
 def _pieces(filters: Filters, rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Where each piece starts, how long it is, and to which row it belongs. No piece is of two rows, or has part of a
-    filter that is turned."""
+    filter that is transposed."""
     filter_size = filters[1] * filters[2]
     length = filters[0] * filter_size // rows
     piece = min(PIECE, max(PIECE >> 4, filters[0] * filter_size // SHARES))

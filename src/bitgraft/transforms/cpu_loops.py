@@ -1,12 +1,12 @@
 """The compiled loops behind `bitgraft.transforms.cpu`, for float32 on a CPU. To import this is to compile them once.
 
 Each is a C function that several threads call at once with the same job: an array of 64-bit integers that holds a
-counter, the number of pieces, the size of the largest filter that is turned, and for each piece its addresses and
+counter, the number of pieces, the size of the largest filter that is transposed, and for each piece its addresses and
 sizes. A thread takes the next piece until there is none. So it does not matter how many threads there are or whose they
 are, and what a piece sums up does not depend on it. Pieces may be of several weights. Products and sums are not
 contracted (no FMA): each operation rounds as PyTorch's own does.
 
-W~ that learns and its gradient may lie with the channels innermost where W and R do not. A filter is then turned on the
+W~ that learns and its gradient may lie with the channels last where W and R do not. A filter is then transposed on the
 way, in the processor's cache: from `inner` channels of `places` elements each to `places` of `inner`. A piece is whole
 filters.
 """
@@ -90,7 +90,7 @@ def _from_scores(scores, threshold, weight, out, scale0, scale1, shift0, shift1)
 
 
 @njit
-def _turn(given, out, inner, places):  # type: ignore[no-untyped-def]
+def _transpose(given, out, inner, places):  # type: ignore[no-untyped-def]
     for place in range(places):
         for channel in range(inner):
             out[place * inner + channel] = given[channel * places + place]
@@ -163,10 +163,10 @@ def switch(job):  # type: ignore[no-untyped-def]
 
 @_compiled
 def forward(job):  # type: ignore[no-untyped-def]
-    """Pieces: scores, threshold (1 float), weight, out, count, k0, bytes from there to k1, and how filters are turned:
-    `inner` channels of `places` elements."""
+    """Pieces: scores, threshold (1 float), weight, out, count, k0, bytes from there to k1, and how filters are
+    transposed: `inner` channels of `places` elements."""
     pieces, room = _job(job)
-    turned = np.empty(room, np.float32)
+    transposed = np.empty(room, np.float32)
     while True:
         piece = _next(job)
         if piece >= len(pieces):
@@ -179,15 +179,15 @@ def forward(job):  # type: ignore[no-untyped-def]
         span = inner * places
         for begin in range(0, 4 * size, 4 * span):
             r, w = _floats(scores + begin, span), _floats(weight + begin, span)
-            _from_scores(r, threshold, w, turned[:span], *maps)
-            _turn(turned[:span], _floats(out + begin, span), inner, places)
+            _from_scores(r, threshold, w, transposed[:span], *maps)
+            _transpose(transposed[:span], _floats(out + begin, span), inner, places)
 
 
 @_compiled
 def backward(job):  # type: ignore[no-untyped-def]
     """Pieces: as in `forward`, then the gradient, and sums (4 doubles)."""
     pieces, room = _job(job)
-    turned = np.empty(room, np.float32)
+    transposed = np.empty(room, np.float32)
     while True:
         piece = _next(job)
         if piece >= len(pieces):
@@ -199,8 +199,8 @@ def backward(job):  # type: ignore[no-untyped-def]
         for begin in range(0, 4 * size, 4 * span):
             g, w, r = _floats(grad + begin, span), _floats(weight + begin, span), _floats(scores + begin, span)
             if places > 1:
-                _turn(g, turned[:span], places, inner)
-                g = turned[:span]
+                _transpose(g, transposed[:span], places, inner)
+                g = transposed[:span]
             _learn(g, w, r, threshold, _floats(out + begin, span), k2, k3, sums)
 
 

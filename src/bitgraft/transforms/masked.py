@@ -83,7 +83,7 @@ class Transform(nn.Module):
         raise NotImplementedError
 
     def role(self, parameter: str) -> str:
-        """What a parameter of this name is to an optimiser: "scores", "k", "shift" (k1) or "weights"."""
+        """What a parameter of this name is to an optimiser: "scores", "k", "k1" (k1) or "weights"."""
         return "weights"
 
     def bits(self, *, statistics: bool = False) -> int:
@@ -126,25 +126,25 @@ START = (1.0, 0.0, 0.0, 0.0)  # where a learned k begins: W~ = W
 class Masked(Transform):
     """W~ = k0 W + k1 1 + k2 M + k3 W∘M with M = 1[R >= threshold] (the paper, equation 2).
 
-    While it learns it holds R (`scores`) and the learned k, with k1 apart (`shift`); frozen, it holds M packed to bits
-    and all four k. It begins where W~ = W with all of the mask set, as the paper has it; or k2 follows R (`follow`).
+    While it learns it holds R (`scores`) and the learned k, with k1 apart (`k1`); frozen, it holds M packed to bits
+    and all four k. It begins where W~ = W with all of the mask set, as the paper has it.
     """
 
     scores: nn.Parameter | None
     k: nn.Parameter | None
-    shift: nn.Parameter | None
+    k1: nn.Parameter | None
     constants: Tensor
     packed: Tensor | None
     weight: Weight
     rule: MaskRule
-    follows: bool
-    innermost: bool
-    """While it learns, give W~ with the channels innermost, as the images are laid out that it will meet."""
+    k2_scaled_by_r: bool
+    channels_last: bool
+    """While it learns, give W~ with the channels last, as the images are laid out that it will meet."""
 
     def __init__(self, weight: Weight, rule: MaskRule, scores: Tensor | None) -> None:
         super().__init__()
         # no tensors, which `__setattr__` would look for
-        self.__dict__.update(weight=weight, rule=rule, follows=False, innermost=False)
+        self.__dict__.update(weight=weight, rule=rule, k2_scaled_by_r=False, channels_last=False)
         if scores is None:
             self._hold(None, None)  # until `restore` brings them
             return
@@ -153,7 +153,7 @@ class Masked(Transform):
             k = k[:, None].repeat(1, weight.outputs)
         self.scores = nn.Parameter(scores)
         self.k = nn.Parameter(k[list(self.rule.kept)]) if self.rule.kept else None
-        self.shift = nn.Parameter(k[1].clone()) if 1 in rule.learned else None
+        self.k1 = nn.Parameter(k[1].clone()) if 1 in rule.learned else None
         self.register_buffer("constants", k)
         self.register_buffer("packed", None)
 
@@ -167,14 +167,14 @@ class Masked(Transform):
         assert self.scores is not None
         shape, channel = self._broadcast(weight)
         scores, view = _shaped(self.scores, shape), _shaped(weight, shape)  # others for transposed convolutions alone
-        innermost = self.innermost and weight.dim() == 4 and view is weight
-        ours = (self.k, self.shift, self.constants)
-        return Learning(scores, *ours, view, self.rule, self._coordinates(), channel, innermost)
+        channels_last = self.channels_last and weight.dim() == 4 and view is weight
+        ours = (self.k, self.k1, self.constants)
+        return Learning(scores, *ours, view, self.rule, self._coordinates(), channel, channels_last)
 
-    def held(self, weight: Tensor, room: Tensor | None = None) -> AtRest:
-        """Frozen, with its weight: so that W~ of many can be computed in one call, in `room` if that is of use."""
+    def held(self, weight: Tensor, out: Tensor | None = None) -> AtRest:
+        """Frozen, with its weight: so that W~ of many can be computed in one call, in `out` if that is of use."""
         assert self.packed is not None
-        return AtRest(Packed(weight, self.packed, self.constants, room), *self._broadcast(weight))
+        return AtRest(Packed(weight, self.packed, self.constants, out), *self._broadcast(weight))
 
     def _broadcast(self, weight: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
         """How the weight and a vector of channels broadcast."""
@@ -185,17 +185,17 @@ class Masked(Transform):
     def values(self) -> Tensor:
         """k0..k3, (4,) or (4, channels), constants included."""
         size = None
-        if self.follows and self.scores is not None:
+        if self.k2_scaled_by_r and self.scores is not None:
             channel = self.weight.channel_shape if self.rule.per_channel else ()
             view = self.scores.view(self.weight.grouped_shape) if self.rule.per_channel else self.scores
             size = mean_size(view.detach(), self.rule.threshold, channel)
-        return self._coordinates().values(self.constants, self.k, self.shift, size)
+        return self._coordinates().values(self.constants, self.k, self.k1, size)
 
     def _coordinates(self) -> Coordinates:
-        return Coordinates(self.rule.kept, self.follows)
+        return Coordinates(self.rule.kept, self.k2_scaled_by_r)
 
     @torch.no_grad()
-    def follow(self, reach: float, rng: torch.Generator) -> None:
+    def scale_k2_by_r(self, reach: float, rng: torch.Generator) -> None:
         """Let k2 follow R, which begins at random within this reach: W~ = W ± mean|R|, times a factor that is learned.
 
         From the paper's start, where k2 = 0, a bit's meaning changes whenever k2 changes its sign, and what R has
@@ -203,15 +203,15 @@ class Masked(Transform):
         means the same from the first step on, and moves its weight as far as R has come. Nothing happens where
         something has been learned already, or where k1 or k2 is a constant.
         """
-        if self.scores is None or self.shift is None or 2 not in self.rule.kept or not self._is_at_start():
+        if self.scores is None or self.k1 is None or 2 not in self.rule.kept or not self._is_at_start():
             return
-        self.follows = True
+        self.k2_scaled_by_r = True
         drawn = (2 * torch.rand(self.weight.shape, generator=rng) - 1) * reach + self.rule.threshold
         self.scores.copy_(drawn)
 
     def _is_at_start(self) -> bool:
         start, learned = self.constants.new_tensor(START), self.rule.learned
-        return not self.follows and bool((self.values().view(4, -1)[learned] == start[learned, None]).all())
+        return not self.k2_scaled_by_r and bool((self.values().view(4, -1)[learned] == start[learned, None]).all())
 
     def role(self, parameter: str) -> str:
         return parameter
@@ -252,7 +252,7 @@ class Masked(Transform):
         return {"mask": (packed_size(self.weight.shape.numel()),), "k": k}
 
     def _hold(self, mask: Tensor | None, k: Tensor | None) -> None:
-        self._parameters.update(scores=None, k=None, shift=None)
+        self._parameters.update(scores=None, k=None, k1=None)
         self._buffers.update(packed=mask, constants=k)
 
 
@@ -270,11 +270,11 @@ def transformed(transforms: Mapping[str, Transform], weights: Mapping[str, Tenso
 
 
 def one_by_one(
-    transforms: Mapping[str, Transform], weights: Mapping[str, Tensor], rooms: Mapping[str, Tensor]
+    transforms: Mapping[str, Transform], weights: Mapping[str, Tensor], outs: Mapping[str, Tensor]
 ) -> dict[str, Callable[[], Tensor]]:
-    """W~ of each weight at rest as a call, which leaves it in the weight's room if that is of use."""
+    """W~ of each weight at rest as a call, which leaves it in the weight's out if that is of use."""
     masks = {name: mask for name, mask in transforms.items() if isinstance(mask, Masked) and mask.scores is None}
-    held = [mask.held(weights[name], rooms[name]) for name, mask in masks.items()]
+    held = [mask.held(weights[name], outs[name]) for name, mask in masks.items()]
     found = dict(zip(masks, affine.one_by_one(held), strict=True))
     return {name: found.get(name, partial(transform, weights[name])) for name, transform in transforms.items()}
 

@@ -18,8 +18,8 @@ def begin(transform: Masked, scores: Tensor, k: Tensor) -> None:
     transform.scores.copy_(scores)
     if transform.k is not None:
         transform.k.copy_(rows[list(rule.kept)])
-    if transform.shift is not None:
-        transform.shift.copy_(rows[1])
+    if transform.k1 is not None:
+        transform.k1.copy_(rows[1])
 
 
 @torch.no_grad()

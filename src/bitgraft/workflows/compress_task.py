@@ -18,7 +18,7 @@ from bitgraft.errors import StoreError, TaskError
 from bitgraft.network import Network
 from bitgraft.store import Backbone, Store
 from bitgraft.task import Task, check_name
-from bitgraft.training.callbacks import Observer
+from bitgraft.training.callbacks import Callback
 from bitgraft.training.config import Config
 from bitgraft.workflows.train_task import one_sentence, open_store, preprocessing_for, training_images
 
@@ -43,7 +43,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Done:
+class CompressResult:
     made: Compression
     path: Path
     finetuned_bytes: int
@@ -53,7 +53,9 @@ class Done:
     notes: list[str]
 
 
-def run(folder: str | Path, backbone: Backbone | None, job: Job, *, observers: Sequence[Observer] = ()) -> Done:
+def run(
+    folder: str | Path, backbone: Backbone | None, job: Job, *, callbacks: Sequence[Callback] = ()
+) -> CompressResult:
     """Compress a copy and write its task to a store, begun with `backbone` where there is none yet.
 
     Whatever is wrong with the copy or the data leaves the store as it was, or none.
@@ -81,7 +83,7 @@ def run(folder: str | Path, backbone: Backbone | None, job: Job, *, observers: S
             config=job.config,
             masks=job.masks,
             test=test,
-            observers=observers,
+            callbacks=callbacks,
             workers=job.workers,
             **job.options,
         )
@@ -93,7 +95,7 @@ def run(folder: str | Path, backbone: Backbone | None, job: Job, *, observers: S
         assert backbone is not None
         store = Store.create(folder, backbone, net)
     net.save_task(job.task, store.path(job.task))
-    return Done(made, store.path(job.task), size, measured_on, [*made.warnings, *notes])
+    return CompressResult(made, store.path(job.task), size, measured_on, [*made.warnings, *notes])
 
 
 def _workplace(folder: str | Path, backbone: Backbone | None) -> tuple[Store | None, Network]:
@@ -116,7 +118,7 @@ def _data(copy: Task, splits: Splits | None, job: Job) -> tuple[Any, Any, str | 
     """Images to calibrate with, images to measure on, which those are, and what there is to say."""
     if splits is None:
         return None, None, None, []
-    preprocessing = Preprocessing.from_dict(copy.card.preprocessing)
+    preprocessing = Preprocessing.from_dict(copy.metadata.preprocessing)
     training = training_images(splits.train, splits, preprocessing, job.config) if job.calibrate else None
     split = "test" if splits.test and min(splits.test.labels) >= 0 else "val"
     images, why = _matched(splits, getattr(splits, split), copy.classes)

@@ -21,13 +21,13 @@ from bitgraft.errors import StoreError, TrainingError
 from bitgraft.network import Network
 from bitgraft.store import Backbone, Store
 from bitgraft.training import runs
-from bitgraft.training.callbacks import JsonLines, Observer
+from bitgraft.training.callbacks import Callback, JsonLines
 from bitgraft.training.evaluation import score
 from bitgraft.training.loop import fit
 from bitgraft.workflows.train_task import (
-    Opened,
-    Outcome,
     Request,
+    TrainData,
+    TrainResult,
     one_sentence,
     open_request,
     preprocessing_for,
@@ -63,11 +63,11 @@ def train_jointly(
     backbone: Backbone,
     requests: Sequence[Request],
     *,
-    data: Sequence[Opened] | None = None,
-    observers: Sequence[Observer] = (),
+    data: Sequence[TrainData] | None = None,
+    callbacks: Sequence[Callback] = (),
     accelerator: Accelerator | None = None,
     stop: Callable[[], bool] = lambda: False,
-) -> list[Outcome]:
+) -> list[TrainResult]:
     """Train tasks in turns, what they share along with them, and begin a store with the backbone that they end on.
 
     The requests differ in data and task alone. Under a launcher every process calls this; the main one alone writes.
@@ -82,7 +82,7 @@ def train_jointly(
             runs.settle(run, _settings(net, requests, opened), requests[0].resume)
         accelerator.wait_for_everyone()
         with one_sentence("; mend or remove it, or pass --skip-bad-images"):
-            outcomes = _train(Path(folder), net, requests, opened, observers, accelerator, stop)
+            outcomes = _train(Path(folder), net, requests, opened, callbacks, accelerator, stop)
         if main:
             _write(Path(folder), backbone, net, outcomes)
             runs.done(run)
@@ -94,11 +94,11 @@ def _train(
     folder: Path,
     net: Network,
     requests: Sequence[Request],
-    opened: Sequence[Opened],
-    observers: Sequence[Observer],
+    opened: Sequence[TrainData],
+    callbacks: Sequence[Callback],
     accelerator: Accelerator,
     stop: Callable[[], bool],
-) -> list[Outcome]:
+) -> list[TrainResult]:
     first, run = requests[0], run_folder(folder)
     config = first.config
     torch.manual_seed(config.seed)  # dropout and the like
@@ -121,7 +121,7 @@ def _train(
         config,
         folder=run,
         resume=first.resume and runs.interrupted(run),
-        observers=[JsonLines(run / runs.METRICS), *observers] if accelerator.is_main_process else observers,
+        callbacks=[JsonLines(run / runs.METRICS), *callbacks] if accelerator.is_main_process else callbacks,
         workers=first.workers,
         accelerator=accelerator,
         checkpoint_every=first.checkpoint_every,
@@ -135,11 +135,11 @@ def _train(
             tested = score(net, name, held_out, batch=4 * config.batch, workers=first.workers)
             task.metrics = {**task.metrics, "test": tested}
         task.freeze()
-        outcomes.append(Outcome(task, folder / f"{name}.safetensors", result.history, tested, data.skipped))
+        outcomes.append(TrainResult(task, folder / f"{name}.safetensors", result.history, tested, data.skipped))
     return outcomes
 
 
-def _write(folder: Path, backbone: Backbone, net: Network, outcomes: Sequence[Outcome]) -> None:
+def _write(folder: Path, backbone: Backbone, net: Network, outcomes: Sequence[TrainResult]) -> None:
     """The weights first: a store is one from when its record is there, and must be whole then."""
     weights = folder / "weights" / "backbone.safetensors"
     weights.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ def _write(folder: Path, backbone: Backbone, net: Network, outcomes: Sequence[Ou
         net.save_task(outcome.task.name, outcome.path)
 
 
-def _settings(net: Network, requests: Sequence[Request], opened: Sequence[Opened]) -> dict[str, Any]:
+def _settings(net: Network, requests: Sequence[Request], opened: Sequence[TrainData]) -> dict[str, Any]:
     """What must be the same for a run to go on."""
     first = requests[0]
     tasks = {

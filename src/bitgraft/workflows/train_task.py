@@ -22,7 +22,7 @@ from bitgraft.runtime.heads import stated_preprocessing
 from bitgraft.store import Backbone, Store
 from bitgraft.task import Task
 from bitgraft.training import runs
-from bitgraft.training.callbacks import JsonLines, Observer
+from bitgraft.training.callbacks import Callback, JsonLines
 from bitgraft.training.config import Config
 from bitgraft.training.evaluation import score
 from bitgraft.training.loop import fit
@@ -61,7 +61,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Opened:
+class TrainData:
     """The data set of a request, and the files that were left out of it with the reasons."""
 
     splits: Splits
@@ -75,7 +75,7 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainResult:
     task: Task
     path: Path
     history: list[dict[str, Any]]
@@ -96,10 +96,10 @@ def open_store(folder: str | Path, backbone: Backbone | None) -> tuple[Store, Ne
     return Store.create(folder, backbone, net), net
 
 
-def open_request(request: Request) -> Opened:
+def open_request(request: Request) -> TrainData:
     """Find the images, without those that cannot be read where the request says so."""
     splits = open_data(request.data, seed=request.config.seed, root=request.root, val_share=request.val_share)
-    return Opened(*drop_bad(splits)) if request.skip_bad else Opened(splits, [])
+    return TrainData(*drop_bad(splits)) if request.skip_bad else TrainData(splits, [])
 
 
 def check_free(store: Store, request: Request) -> None:
@@ -127,11 +127,11 @@ def train(
     net: Network,
     request: Request,
     *,
-    data: Opened | None = None,
-    observers: Sequence[Observer] = (),
+    data: TrainData | None = None,
+    callbacks: Sequence[Callback] = (),
     accelerator: Accelerator | None = None,
     stop: Callable[[], bool] = lambda: False,
-) -> Outcome:
+) -> TrainResult:
     """Train a task on a data set, try it on the test images, and write its file to the store.
 
     Under a launcher every process calls this; the main one alone writes. `data` is what `open_request` gives.
@@ -145,24 +145,24 @@ def train(
             runs.settle(folder, _settings(store, net, request, data), request.resume)
         accelerator.wait_for_everyone()
         with one_sentence("; mend or remove it, or pass --skip-bad-images"):
-            return _train(store, net, request, data, observers, accelerator, stop, folder)
+            return _train(store, net, request, data, callbacks, accelerator, stop, folder)
 
 
 def _train(
     store: Store,
     net: Network,
     request: Request,
-    data: Opened,
-    observers: Sequence[Observer],
+    data: TrainData,
+    callbacks: Sequence[Callback],
     accelerator: Accelerator,
     stop: Callable[[], bool],
     folder: Path,
-) -> Outcome:
+) -> TrainResult:
     config, splits, main = request.config, data.splits, accelerator.is_main_process
     torch.manual_seed(config.seed)  # dropout and the like
     preprocessing = preprocessing_for(net, config)
     _add_task(store, net, request, splits.classes, preprocessing)
-    watching = [JsonLines(folder / runs.METRICS), *observers] if main else list(observers)
+    watching = [JsonLines(folder / runs.METRICS), *callbacks] if main else list(callbacks)
     result = fit(
         net,
         request.task,
@@ -171,7 +171,7 @@ def _train(
         config,
         folder=folder,
         resume=request.resume and runs.interrupted(folder),
-        observers=watching,
+        callbacks=watching,
         workers=request.workers,
         accelerator=accelerator,
         checkpoint_every=request.checkpoint_every,
@@ -191,7 +191,7 @@ def _train(
         net.save_task(request.task, path)
         runs.done(folder)
     accelerator.wait_for_everyone()
-    return Outcome(task, path, result.history, tested, data.skipped, result.best, best_tested)
+    return TrainResult(task, path, result.history, tested, data.skipped, result.best, best_tested)
 
 
 @contextlib.contextmanager
@@ -225,7 +225,7 @@ def _add_task(
     )
 
 
-def _settings(store: Store, net: Network, request: Request, data: Opened) -> dict[str, Any]:
+def _settings(store: Store, net: Network, request: Request, data: TrainData) -> dict[str, Any]:
     """What must be the same for a run to go on."""
     splits = data.splits
     return {
@@ -276,10 +276,10 @@ def _chain(store: Store, method: str) -> list[str]:
     """Tasks that a further one of a leaning method builds on, the earliest first."""
     if not registry.get(method).leans:
         return []
-    cards = {name: store.archive(name).card for name in store.names()}
-    chain = [name for name, card in cards.items() if card.method == method]
-    return sorted(chain, key=lambda name: _depth(name, cards))
+    metadata = {name: store.archive(name).metadata for name in store.names()}
+    chain = [name for name, metadata in metadata.items() if metadata.method == method]
+    return sorted(chain, key=lambda name: _depth(name, metadata))
 
 
-def _depth(name: str, cards: Mapping[str, Any]) -> int:
-    return 1 + max((_depth(earlier, cards) for earlier in cards[name].leans_on), default=0)
+def _depth(name: str, metadata: Mapping[str, Any]) -> int:
+    return 1 + max((_depth(earlier, metadata) for earlier in metadata[name].leans_on), default=0)

@@ -15,7 +15,7 @@ SIZES = st.tuples(st.integers(4, 11), st.integers(4, 11))
 PADDINGS = st.tuples(st.integers(0, 2), st.integers(0, 2))
 
 
-def innermost(*shape: int) -> torch.Tensor:
+def channels_last(*shape: int) -> torch.Tensor:
     return torch.randn(shape).contiguous(memory_format=torch.channels_last)
 
 
@@ -36,12 +36,12 @@ def test_tiles_are_the_matrix_times_each_window_times_the_matrix(maps, channels,
     torch.manual_seed(0)
     outputs = (size[0] + 2 * padding[0] - 2, size[1] + 2 * padding[1] - 2)
     for kind, matrix, pad in [("inputs", loops._INPUTS, padding), ("outputs", loops._OUTPUTS, (0, 0))]:
-        given = innermost(maps, channels, *(size if kind == "inputs" else outputs))
+        given = channels_last(maps, channels, *(size if kind == "inputs" else outputs))
         found = winograd._spread(kind, given, outputs, pad)
         m = torch.from_numpy(matrix)
         expected = torch.einsum("ri,tijc,sj->rstc", m, windows(given, matrix.shape[1], pad, outputs), m).flatten(0, 1)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
-    kernel = innermost(maps, channels, 3, 3)
+    kernel = channels_last(maps, channels, 3, 3)
     g = torch.from_numpy(loops._FILTERS)
     expected = torch.einsum("ri,ocij,sj->rsoc", g, kernel, g).flatten(0, 1)
     torch.testing.assert_close(winograd._spread("filters", kernel), expected, rtol=1e-5, atol=1e-5)
@@ -59,7 +59,7 @@ def test_to_gather_is_the_transpose_of_to_spread(maps, channels, size, padding):
         ("filters", (3, 3), (1, 1), (0, 0)),
     ]
     for kind, shape, whole, pad in cases:
-        x = innermost(maps, channels, *shape)
+        x = channels_last(maps, channels, *shape)
         spread = winograd._spread(kind, x, whole, pad)
         t = torch.randn_like(spread)
         room = torch.full_like(x, float("nan"))
@@ -101,7 +101,7 @@ def test_convolutions_and_their_gradients_are_those_of_pytorch(n, inputs, output
 
 
 def test_what_is_not_a_number_is_not_hidden():
-    x, weight = innermost(2, 16, 9, 9), innermost(16, 16, 3, 3)
+    x, weight = channels_last(2, 16, 9, 9), channels_last(16, 16, 3, 3)
     x[0, 3, 4, 4] = float("nan")
     x[1, 0, 0, 0] = float("inf")
     expected = F.conv2d(x, weight, padding=1)

@@ -24,7 +24,7 @@ from bitgraft.paper.report.records import FORMAT, ORIGINAL, RECORD
 from bitgraft.training.callbacks import Clock
 from bitgraft.training.checkpoint import of_task
 from bitgraft.training.config import Config
-from bitgraft.workflows.train_task import Opened, Outcome
+from bitgraft.workflows.train_task import TrainData, TrainResult
 
 
 def store_folder(runs: Path, cell: Cell) -> Path:
@@ -74,7 +74,7 @@ def _is_record_of(path: Path, said: Mapping[str, Any], config: Mapping[str, Any]
 
 
 def write_run(
-    suite: Suite, cell: Cell, runs: Path, data: Opened, outcome: Outcome, clock: Clock, bits: int | None = None
+    suite: Suite, cell: Cell, runs: Path, data: TrainData, outcome: TrainResult, clock: Clock, bits: int | None = None
 ) -> None:
     """The record of a task that was trained; it counts its own bits unless told otherwise."""
     name, last = outcome.task.name, outcome.history[-1]
@@ -97,14 +97,14 @@ def backbone_bits(anatomy: Anatomy) -> int:
     return 32 * sum(p.numel() for name, p in anatomy.backbone.named_parameters() if name not in head)
 
 
-def write(suite: Suite, cell: Cell, runs: Path, name: str, data: Opened, measured: Mapping[str, Any]) -> None:
+def write(suite: Suite, cell: Cell, runs: Path, name: str, data: TrainData, measured: Mapping[str, Any]) -> None:
     path = record_path(runs, cell, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {**_about(suite, cell, suite.dataset(name), data), **measured, **_circumstances()}
     write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
 
 
-def _about(suite: Suite, cell: Cell, dataset: Dataset, data: Opened) -> dict[str, Any]:
+def _about(suite: Suite, cell: Cell, dataset: Dataset, data: TrainData) -> dict[str, Any]:
     row = suite.row(cell.row)
     parts = {part: getattr(data.splits, part) for part in SPLITS}
     return {

@@ -50,7 +50,7 @@ def _answers(suite: Suite, store: Store, net: Network, dataset: Dataset, splits:
             )
         return labels
     task = store.load(net, dataset.name) if dataset.name not in net.tasks else net.tasks[dataset.name]
-    return predicted(net, dataset.name, splits, Preprocessing.from_dict(task.card.preprocessing))
+    return predicted(net, dataset.name, splits, Preprocessing.from_dict(task.metadata.preprocessing))
 
 
 @torch.no_grad()

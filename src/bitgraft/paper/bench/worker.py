@@ -65,7 +65,7 @@ def _train_backbone(suite: Suite, cell: Cell, root: Path, runs: Path, workers: i
     request = _request(suite, cell, name, root, workers, run_folders.begun(held.run_folder(name)))
     clock, data = Clock(), open_request(request)
     demand(suite.dataset(name), data.splits)
-    outcome = train(held, net, request, data=data, observers=[clock], stop=stop)
+    outcome = train(held, net, request, data=data, callbacks=[clock], stop=stop)
     write_weights(net.export(name), backbone_file(runs))
     write_run(suite, cell, runs, data, outcome, clock, bits=0)  # it adds nothing to itself
 
@@ -100,7 +100,7 @@ def _run_in_order(suite: Suite, cell: Cell, root: Path, runs: Path, workers: int
         request = _request(suite, cell, name, root, workers, run_folders.begun(held.run_folder(name)))
         clock, data = Clock(), open_request(request)
         demand(suite.dataset(name), data.splits)
-        outcome = train(held, net, request, data=data, observers=[clock], stop=stop)
+        outcome = train(held, net, request, data=data, callbacks=[clock], stop=stop)
         write_run(suite, cell, runs, data, outcome, clock)
 
 
@@ -114,7 +114,7 @@ def _run_jointly(suite: Suite, cell: Cell, root: Path, runs: Path, workers: int,
     clock, backbone = Clock(), backbone_of(suite, runs)
     if not begun and folder.exists():  # a store without all of its records: of a run that was killed at its very end
         shutil.rmtree(folder)
-    outcomes = train_jointly.train_jointly(folder, backbone, requests, data=opened, observers=[clock], stop=stop)
+    outcomes = train_jointly.train_jointly(folder, backbone, requests, data=opened, callbacks=[clock], stop=stop)
     for data, outcome in zip(opened, outcomes, strict=True):
         write_run(suite, cell, runs, data, outcome, clock)
 

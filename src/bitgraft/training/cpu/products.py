@@ -1,7 +1,7 @@
 """A convolution as a matrix product for each place of its kernel, of the inputs that the place meets.
 
 Padding, which is zero, adds nothing and is left out: on maps of 2 x 2 it is what a kernel of 3 x 3 meets at 20 of 36
-places. With the channels innermost no product needs a copy of the weight.
+places. With the channels last no product needs a copy of the weight.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The compiled loops behind `bitgraft.training.cpu.winograd`: maps of float32, channels innermost, to tiles and back.
+"""The compiled loops behind `bitgraft.training.cpu.winograd`: maps of float32, channels last, to tiles and back.
 
 A convolution of 3 x 3 by Winograd's F(4 x 4, 3 x 3) (Lavin and Gray, "Fast Algorithms for Convolutional Neural
 Networks") is y = A'[(G w G') ∘ (B' x B)] A for each tile of 4 x 4 outputs: 36 products where there were 144. There are

@@ -37,7 +37,7 @@ def suits(x: Tensor, shape: torch.Size, size: Pair) -> bool:
 
 def convolved(x: Tensor, weight: Tensor, size: Pair, padding: Pair) -> Tensor:
     """The convolution, whose output is of this size."""
-    x, filters = _innermost(x), _spread("filters", _innermost(weight))
+    x, filters = _channels_last(x), _spread("filters", _channels_last(weight))
     out = _map_like(x, (len(x), len(weight), *size))
     for some in _chunks(x, out):
         tiles = _spread("inputs", x[some], size, padding)
@@ -49,7 +49,7 @@ def gradients(
     x: Tensor, grad: Tensor, weight: Tensor, padding: Pair, to_input: bool = True
 ) -> tuple[Tensor | None, Tensor]:
     """dE/dx, if it is wanted, and dE/dW."""
-    x, grad, weight = _innermost(x), _innermost(grad), _innermost(weight)
+    x, grad, weight = _channels_last(x), _channels_last(grad), _channels_last(weight)
     size, filters = (grad.shape[2], grad.shape[3]), _spread("filters", weight) if to_input else None
     to_x = _map_like(x, x.shape) if to_input else None
     to_filters: Tensor | None = None
@@ -113,5 +113,5 @@ def _map_like(map: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=map.dtype, device=map.device, memory_format=torch.channels_last)
 
 
-def _innermost(map: Tensor) -> Tensor:
+def _channels_last(map: Tensor) -> Tensor:
     return map.contiguous(memory_format=torch.channels_last)
