@@ -23,11 +23,11 @@ class Threshold(torch.autograd.Function):
     """1[R >= threshold] with the gradient passed straight through."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, threshold: float) -> Tensor:
+    def forward(_: Any, scores: Tensor, threshold: float) -> Tensor:
         return (scores >= threshold).float()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(_: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
