@@ -55,7 +55,6 @@ class Task(nn.Module):
         self.revision = 0  # counts the times that tensors were exchanged for others, not merely written to
         self.train_forwards = 0  # runs with gradients: an optimiser may have written since
         self.shared: frozenset[str] = frozenset()  # tensors of the backbone that learn along with it (joint training)
-        self._learned: tuple[int, list[nn.Parameter]] = (-1, [])
         self._transforms = nn.ModuleDict({dotless(name): transform for name, transform in transforms.items()})
         self._owned, self._input_means = _holder(owned), _holder({})
         self.head = head
@@ -127,11 +126,7 @@ class Task(nn.Module):
 
     def learns(self) -> bool:
         """Something in the task asks for a gradient."""
-        revision, learned = self._learned
-        if revision != self.revision:
-            learned = list(self.parameters())
-            self._learned = (self.revision, learned)
-        return any(parameter.requires_grad for parameter in learned)
+        return any(parameter.requires_grad for parameter in self.parameters())
 
     def sources(self) -> list[Tensor]:
         """The tensors that `tensors` is computed from, the backbone's apart: a write to one makes it stale."""
@@ -254,7 +249,7 @@ class Task(nn.Module):
             known = {name: self.anatomy.tensor(name).device for name in given if name in self.anatomy.weights}
             self.correct_mean_shift({n: torch.empty_like(given[n], device=device) for n, device in known.items()})
         self.revision += 1  # load_state_dict(assign=True) puts other tensors in place
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         count = len(self.classes) if self.classes is not None else "no"

@@ -1,8 +1,8 @@
 """The compiled loops for float32 on a CPU: bits to W~, R to W~, and gradients, each in one pass over memory.
 
-Whoever needs them asks `kernels.loops()`, since to import this is to compile them. Arrays are (filters, elements) in the
-order of memory, and a piece of work is a range of filters. Products and sums are not contracted (no FMA): each operation
-rounds as PyTorch's own does, so W~ and the gradient to R are the same to the last bit either way.
+Whoever needs them asks `kernels.loops()`, since to import this is to compile them. Arrays are (filters, elements) in
+the order of memory, and a piece of work is a range of filters. Products and sums are not contracted (no FMA): each
+operation rounds as PyTorch's own does, so W~ and the gradient to R are the same to the last bit either way.
 
 W~ that learns, and its gradient, may have the channels last where W and R do not. A filter is then transposed on the
 way, in the processor's cache: from (channels, places) to (places, channels).
@@ -28,7 +28,8 @@ PLACES = np.array([1 << place for place in range(32)], np.uint32)  # numba would
 
 def affine(given: Sequence[Operands]) -> list[Tensor]:
     """W~ of some weights, in one call: what waking threads costs is paid once."""
-    outs, pieces = [], []
+    outs: list[Tensor] = []
+    pieces: list[tuple[Any, ...]] = []
     for one in given:
         layout = torch.channels_last if one.channels_last else torch.preserve_format
         out = one.out

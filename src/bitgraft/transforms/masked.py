@@ -220,7 +220,7 @@ class Masked(Transform):
             raise TaskError(
                 f"{self.weight.name!r} is frozen, and this state is of a task that learns: add the task anew for it"
             )
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def transformed(

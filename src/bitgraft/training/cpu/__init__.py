@@ -26,5 +26,5 @@ def set_channels_last(task: Task, on: bool) -> None:
     images are laid out so."""
     for module in task.modules():
         if isinstance(module, Masked):
-            module.channels_last = on
+            module.channels_last = on and kernels.switched_on()
     task.revision += 1

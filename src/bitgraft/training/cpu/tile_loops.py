@@ -7,11 +7,9 @@ map for each tile, apply the matrix to its rows and columns, and put each of the
 its own, (tiles, channels). To gather is the way back, with the matrix transposed, which is also the gradient; where
 windows overlap they add up.
 
-Maps are (maps, height, width, channels) and planes (36, tiles times channels, and some room). A piece of work is a range
-of maps.
+Maps are (maps, height, width, channels) and planes (36, strips, tiles of a strip, channels). A strip is a row of tiles
+of a map: together they are read and written in long stretches of memory. A piece of work is a range of maps.
 """
-
-from typing import Any
 
 import numpy as np
 from numba import njit
