@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import timm
 import torch
@@ -63,14 +62,14 @@ def ours(model: nn.Module, method: str, images: torch.Tensor, labels: torch.Tens
     """The parts that `bitgraft.fit` puts together, as it does; "METHOD-plainly" leaves all gradients to PyTorch."""
     import bitgraft
     from bitgraft.methods.registry import Phase
-    from bitgraft.training import optimizers
+    from bitgraft.training import cpu, optimizers
     from bitgraft.training.config import Config
     from bitgraft.training.learner import Learner, Objective
 
     net = bitgraft.Network(model)
     task = net.add_task("task", classes=CLASSES, method=method.removesuffix(PLAINLY))
     learner = net if method.endswith(PLAINLY) else Learner(net, [task])
-    task.set_channels_last(channels_last=not method.endswith(PLAINLY))
+    cpu.set_channels_last(task, not method.endswith(PLAINLY))
     objective = Objective([task])
     optimizers = optimizers.build(task.roles(), Config(), Phase())
     task.train()
@@ -86,19 +85,8 @@ def ours(model: nn.Module, method: str, images: torch.Tensor, labels: torch.Tens
     return step
 
 
-def memory_of(method: str) -> AbstractContextManager[None]:
-    """As `bitgraft.fit` has it, for ours."""
-    if method in OTHERS:
-        return nullcontext()
-    from bitgraft.training.cpu.memory import kept
-
-    return kept()
-
-
 def main(method: str, network: str, batch: str, pixels: str) -> None:
-    with memory_of(method):
-        step = step_of(method, network, int(batch), int(pixels))
-        answer(step)
+    answer(step_of(method, network, int(batch), int(pixels)))
 
 
 if __name__ == "__main__":

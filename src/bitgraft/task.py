@@ -14,9 +14,9 @@ from torch.amp.autocast_mode import is_autocast_available
 from bitgraft.backbone.anatomy import Anatomy
 from bitgraft.backbone.layers import is_parameter
 from bitgraft.errors import TaskError, UnsafeNameError
-from bitgraft.transforms.masked import Masked, Prunable, Transform, transformed, widened
+from bitgraft.transforms.base import Prunable, Transform, widened
+from bitgraft.transforms.masked import Masked, transformed
 from bitgraft.transforms.shared_masks import own_mask
-from bitgraft.transforms.warm_start import begin_as
 
 HeadKind = Literal["classes", "linear", "module", "keep", "none"]
 """classes: the backbone's own last layer with other tensors in it; linear: one put behind a backbone that gives
@@ -52,16 +52,12 @@ class Task(nn.Module):
         self.metadata, self.anatomy = metadata, anatomy
         self.metrics: dict[str, Any] = {}
         self.holds_statistics = False  # norm layers normalise by running statistics in training, too, and leave them
-        self.input_means: dict[str, Tensor] = {}  # of what weights take in (`correct_mean_shift`)
         self.revision = 0  # counts the times that tensors were exchanged for others, not merely written to
         self.train_forwards = 0  # runs with gradients: an optimiser may have written since
         self.shared: frozenset[str] = frozenset()  # tensors of the backbone that learn along with it (joint training)
-        self._learned: tuple[int, list[nn.Parameter]] = (-1, [])
-        self._transforms, self._owned = nn.ModuleDict(), nn.Module()
-        self._transforms._modules.update((dotless(name), transform) for name, transform in transforms.items())
-        _register(self._owned, owned)
+        self._transforms = nn.ModuleDict({dotless(name): transform for name, transform in transforms.items()})
+        self._owned, self._input_means = _holder(owned), _holder({})
         self.head = head
-        self.register_load_state_dict_post_hook(_note_exchange)  # type: ignore[no-untyped-call]
 
     @property
     def name(self) -> str:
@@ -79,22 +75,34 @@ class Task(nn.Module):
     @property
     def owned(self) -> dict[str, Tensor]:
         """The tensors stored outright, parameters and statistics, by the backbone's names."""
-        held = [*self._owned._parameters.items(), *self._owned._buffers.items()]
-        return {dotted(key): tensor for key, tensor in held if tensor is not None}
+        return _held(self._owned)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The replacement tensors, by the backbone's own names, in the backbone's dtypes."""
-        held = self._tensors_as_held()
+    @property
+    def input_means(self) -> dict[str, Tensor]:
+        """The mean of what weights take in, by their names (`correct_mean_shift`)."""
+        return _held(self._input_means)
+
+    def tensors(self, out: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The replacement tensors, by the backbone's own names, in the backbone's dtypes.
+
+        Computed weights of a frozen task may be written to the tensors in `out`, and are those then.
+        """
+        held = self._tensors_as_held(out)
         held.update((name, bias.to(held[name].dtype)) for name, bias in self._corrected_biases(held).items())
         return held
 
-    def _tensors_as_held(self) -> dict[str, Tensor]:
+    def stored(self) -> dict[str, Tensor]:
+        """`owned` as a file holds it: biases are what mean-shift correction makes of them."""
+        corrected = self._corrected_biases(self._tensors_as_held()) if self.input_means else {}
+        return {**self.owned, **corrected}
+
+    def _tensors_as_held(self, out: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         replaced = {name: self.anatomy.tensor(name) for name in self.shared}
         transforms = self.transforms
         weights = {name: self.anatomy.tensor(name) for name in transforms}
         with self._own_precision():
             given = {name: w if name in self.shared else w.detach() for name, w in weights.items()}
-            replaced.update(transformed(transforms, given))
+            replaced.update(transformed(transforms, given, out))
         for name, tensor in self.owned.items():
             replaced[name] = tensor.to(self.anatomy.tensor(name).dtype)
         return replaced
@@ -118,11 +126,7 @@ class Task(nn.Module):
 
     def learns(self) -> bool:
         """Something in the task asks for a gradient."""
-        revision, learned = self._learned
-        if revision != self.revision:
-            learned = list(self.parameters())
-            self._learned = (self.revision, learned)
-        return any(parameter.requires_grad for parameter in learned)
+        return any(parameter.requires_grad for parameter in self.parameters())
 
     def sources(self) -> list[Tensor]:
         """The tensors that `tensors` is computed from, the backbone's apart: a write to one makes it stale."""
@@ -153,19 +157,11 @@ class Task(nn.Module):
         return 32 * sum(kept) + sum(t.bits(statistics=statistics) for t in self.transforms.values())
 
     def scale_k2_by_r(self, reach: float, seed: int) -> None:
-        """Let k2 follow R in masks that have learned nothing yet (`Masked.scale_k2_by_r`)."""
+        """Scale k2 by R in masks that have learned nothing yet (`Masked.scale_k2_by_r`)."""
         rng = torch.Generator().manual_seed(seed)
         for module in self._transforms.modules():
             if isinstance(module, Masked):
                 module.scale_k2_by_r(reach, rng)
-        self.revision += 1
-
-    def set_channels_last(self, channels_last: bool) -> None:
-        """Let masks that learn give W~ with the channels last: a convolution would else copy it on every step,
-        twice, where images are laid out so."""
-        for module in self._transforms.modules():
-            if isinstance(module, Masked):
-                module.channels_last = channels_last
         self.revision += 1
 
     def correct_mean_shift(self, means: Mapping[str, Tensor]) -> None:
@@ -174,47 +170,41 @@ class Task(nn.Module):
         A bit that flips, or a weight that learns, moves its layer's output on every image alike by the mean of what it
         takes in. The bias of the norm layer behind it makes up for that from here on, as long as the task learns.
         """
-        self.input_means = dict(means)
+        self._input_means = _holder(means)
         self.revision += 1
 
-    def fold_mean_shift(self) -> None:
+    @torch.no_grad()
+    def _fold_mean_shift(self) -> None:
         """Let the biases be what they have come to. The task's tensors stay the same to the last bit."""
         if self.input_means:
-            with torch.no_grad():
-                for name, bias in self._corrected_biases(self._tensors_as_held()).items():
-                    self.owned[name].copy_(bias)
-            self.input_means = {}
-            self.revision += 1
-
-    def values(self) -> dict[str, Tensor]:
-        """The state dict that this task would have without means."""
-        made_up = self._corrected_biases(self._tensors_as_held()) if self.input_means else {}
-        return {**self.state_dict(), **{f"_owned.{dotless(name)}": bias for name, bias in made_up.items()}}
+            for name, bias in self._corrected_biases(self._tensors_as_held()).items():
+                self.owned[name].copy_(bias)
+            self.correct_mean_shift({})
 
     def start_from(self, earlier: "Task") -> None:
         """Begin where another task is, head apart: with its masks, its k and its norm layers."""
-        theirs, held, head = earlier.transforms, earlier.owned, set(self.anatomy.head_names())
+        theirs, held, head = earlier.transforms, earlier.stored(), set(self.anatomy.head_names())
         for name, transform in self.transforms.items():
             mine, other = own_mask(transform), theirs.get(name)
             if mine is None or not isinstance(other, Masked):
                 raise TaskError(
                     f"a task cannot begin as {earlier.name!r}, whose {name!r} is no mask that stands by itself"
                 )
-            begin_as(mine, other, self.anatomy.tensor(name))
+            mine.start_as(other, self.anatomy.tensor(name))
         with torch.no_grad():
             for name, tensor in self.owned.items():
                 if name in held and name not in head:
                     tensor.copy_(held[name])
         self.revision += 1
 
-    def share(self, names: Iterable[str]) -> None:
+    def _share(self, names: Iterable[str]) -> None:
         """Let gradients reach these tensors of the backbone, and no others."""
         self.shared = frozenset(names)
         self.revision += 1
 
     def freeze(self) -> "Task":
         """End of learning: masks become bits, nothing asks for a gradient. Outputs stay the same to the last bit."""
-        self.fold_mean_shift()
+        self._fold_mean_shift()
         for transform in self.transforms.values():
             transform.freeze()
         self.revision += 1
@@ -241,24 +231,29 @@ class Task(nn.Module):
             return moved if moved.dtype == tensor.dtype else torch.empty_like(moved, dtype=tensor.dtype).copy_(tensor)
 
         self.revision += 1
-        self.input_means = {name: keep(mean) for name, mean in self.input_means.items()}
         super()._apply(keep, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def match_statistics(self) -> None:
         """Put running statistics in the dtype of the backbone's, since layers that learn update them in place."""
-        for key, tensor in self._owned._buffers.items():
-            if tensor is not None and tensor.dtype != (dtype := self.anatomy.tensor(dotted(key)).dtype):
-                self._owned._buffers[key] = tensor.to(dtype)
+        for key, tensor in list(self._owned.named_buffers(remove_duplicate=False)):
+            if tensor.dtype != (dtype := self.anatomy.tensor(dotted(key)).dtype):
+                setattr(self._owned, key, tensor.to(dtype))
                 self.revision += 1
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """Expect the input means that the state has: a fresh task has none, and a task that learns may have others."""
+        start = f"{prefix}_input_means."
+        given = {dotted(key.removeprefix(start)): mean for key, mean in state_dict.items() if key.startswith(start)}
+        if given or any(key.startswith(f"{prefix}_owned.") for key in state_dict):
+            known = {name: self.anatomy.tensor(name).device for name in given if name in self.anatomy.weights}
+            self.correct_mean_shift({n: torch.empty_like(given[n], device=device) for n, device in known.items()})
+        self.revision += 1  # load_state_dict(assign=True) puts other tensors in place
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         count = len(self.classes) if self.classes is not None else "no"
         return f"{self.name!r}, method={self.metadata.method!r}, {count} classes, {self.bits() / 8000:.0f} kB"
-
-
-def _note_exchange(task: Task, keys: Any) -> None:
-    task.revision += 1  # load_state_dict(assign=True) puts other tensors in place
 
 
 def check_name(name: str) -> str:
@@ -281,9 +276,17 @@ def dotted(key: str) -> str:
     return key[1:].replace("·", ".")
 
 
-def _register(holder: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Into the holder's own dicts: what `register_parameter` checks holds here, and takes most of a task's loading."""
-    parameters: dict[str, Any] = holder._parameters
-    buffers: dict[str, Any] = holder._buffers
+def _holder(tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A module that holds tensors by the backbone's names."""
+    holder = nn.Module()
     for name, tensor in tensors.items():
-        (parameters if is_parameter(tensor) else buffers)[dotless(name)] = tensor
+        if is_parameter(tensor):
+            holder.register_parameter(dotless(name), tensor)
+        else:
+            holder.register_buffer(dotless(name), tensor)
+    return holder
+
+
+def _held(holder: nn.Module) -> dict[str, Tensor]:
+    every = [*holder.named_parameters(remove_duplicate=False), *holder.named_buffers(remove_duplicate=False)]
+    return {dotted(key): tensor for key, tensor in every}

@@ -14,7 +14,8 @@ from bitgraft.errors import TaskError
 from bitgraft.methods import registry
 from bitgraft.methods.adapters import LowRank, Parallel, Series
 from bitgraft.methods.dan import Recombined
-from bitgraft.transforms.masked import Masked, Weight
+from bitgraft.transforms.base import Weight
+from bitgraft.transforms.masked import Masked
 
 DOCS = Path(__file__).parents[2] / "docs" / "methods.md"
 METHODS = bitgraft.method_names()

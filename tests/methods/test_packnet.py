@@ -9,7 +9,7 @@ import bitgraft
 from bitgraft.errors import CorruptError, MissingTaskError, NoFreeWeightsError, TaskError
 from bitgraft.methods import registry
 from bitgraft.methods.packnet import Packed, largest
-from bitgraft.transforms.masked import Weight
+from bitgraft.transforms.base import Weight
 
 TASKS = ("a", "b", "c")
 

@@ -101,8 +101,7 @@ def test_what_a_norm_gives_in_the_mean_stays_however_the_weight_before_it_change
         with torch.no_grad():
             task.owned[f"{layer}.weight"] += torch.randn(task.owned[f"{layer}.weight"].shape)
         torch.testing.assert_close(mean(), before, rtol=1e-4, atol=1e-5)
-        task.input_means = {}
-        task.revision += 1
+        task.correct_mean_shift({})
         assert not torch.allclose(mean(), before, atol=1e-2)
 
 
@@ -114,14 +113,13 @@ def test_biases_take_up_what_they_make_up_for_to_the_last_bit(method):
     assert sorted(task.input_means) == ["0.weight", "3.weight", "6.weight"] == sorted(levelled(task))
     changed(task)
     with torch.no_grad():
-        before, values = net(x, task="t"), {n: v.clone() for n, v in task.values().items()}
+        before, stored = net(x, task="t"), {n: v.clone() for n, v in task.stored().items()}
     plain = copy.deepcopy(task)
-    plain.means = {}
-    task.fold_mean_shift()
+    task._fold_mean_shift()
     assert not task.input_means
     with torch.no_grad():
         assert torch.equal(net(x, task="t"), before)
-    assert all(torch.equal(tensor, values[name]) for name, tensor in task.state_dict().items())
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in task.owned.items())
     assert not torch.equal(plain.owned["1.bias"], task.owned["1.bias"])
     task.freeze()
     with torch.no_grad():
@@ -139,7 +137,7 @@ def test_gradients_reach_a_weight_through_the_bias_that_makes_up_for_it():
     task.holds_statistics = True
     net(x, task="t").square().sum().backward()
     found = task.owned["0.weight"].grad.clone()
-    task.fold_mean_shift()
+    task._fold_mean_shift()
     task.zero_grad()
     net(x, task="t").square().sum().backward()
     weight, bias = task.owned["0.weight"].grad, task.owned["1.bias"].grad

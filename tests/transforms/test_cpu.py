@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bitgraft.methods.masked import MaskOptions
-from bitgraft.transforms import cpu
-from bitgraft.transforms.affine import AtRest, MaskRule, affine, from_bits, one_by_one
+from bitgraft.transforms import affine as equation
+from bitgraft.transforms import cpu, kernels
+from bitgraft.transforms.affine import Operands, affine, compute, plain
+from bitgraft.transforms.base import Weight
 from bitgraft.transforms.bits import pack
-from bitgraft.transforms.cpu import Packed, Scored
-from bitgraft.transforms.masked import Masked, Weight
+from bitgraft.transforms.masked import Masked, MaskRule, transformed
 
 ODD = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, -1e-38, 3e38])
 
@@ -23,13 +24,8 @@ ODD = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45,
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch):
     """Take tensors of any size, in pieces so short that weights of a few elements have several."""
-    monkeypatch.setattr(cpu, "SMALL", 0)
+    monkeypatch.setattr(equation, "SMALL", 0)
     monkeypatch.setattr(cpu, "PIECE", 37)
-    cpu._pieces.cache_clear()
-    cpu._places.cache_clear()
-    yield
-    cpu._pieces.cache_clear()
-    cpu._places.cache_clear()
 
 
 def draw(seed: int, rows: int, length: int, odd: bool) -> tuple[torch.Tensor, ...]:
@@ -44,12 +40,22 @@ def draw(seed: int, rows: int, length: int, odd: bool) -> tuple[torch.Tensor, ..
     return weight, scores, grad, k
 
 
+def spread(k: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """k as it broadcasts against the weight: one for a layer, or one for each row."""
+    return k if k.dim() == 1 else k.view(4, -1, *(1 for _ in weight.shape[1:]))
+
+
 def forward(scores, at, weight, k, channels_last=False):
-    return cpu.forward([Scored(weight, scores, at, k, channels_last)])[0]
+    return cpu.affine([Operands(weight, scores, spread(k, weight), at, channels_last=channels_last)])[0]
 
 
 def backward(grad, scores, at, weight, k):
-    return cpu.backward(grad, Scored(weight, scores, at, k))
+    to_mask, to_k = cpu.gradients(grad, Operands(weight, scores, spread(k, weight), at))
+    return to_mask, to_k.view_as(k)
+
+
+def switch(weight, packed, k):
+    return cpu.affine([Operands(weight, packed, spread(k, weight))])[0]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -68,10 +74,10 @@ def test_w_is_the_references_to_the_last_bit_from_scores_and_from_bits(seed, row
     mask = scores >= at
     expected = affine(weight, mask, k.view(4, rows, 1))
     same_bits(forward(scores, at, weight, k), expected)
-    same_bits(cpu.switch([Packed(weight, pack(mask), k)])[0], expected)
+    same_bits(switch(weight, pack(mask), k), expected)
     layer = affine(weight, mask, k[:, 0])
     same_bits(forward(scores, at, weight, k[:, 0]), layer)
-    same_bits(cpu.switch([Packed(weight, pack(mask), k[:, 0])])[0], layer)
+    same_bits(switch(weight, pack(mask), k[:, 0]), layer)
 
 
 @settings(deadline=None, max_examples=60)
@@ -116,7 +122,7 @@ def test_results_do_not_depend_on_threads():
     weight, scores, grad, k = draw(1, 3, 5000, False)
     to_mask, sums = backward(grad, scores, 0.1, weight, k)
     mask = scores >= 0.1
-    assert torch.equal(cpu.switch([Packed(weight, pack(mask), k)])[0], affine(weight, mask, k.view(4, 3, 1)))
+    assert torch.equal(switch(weight, pack(mask), k), affine(weight, mask, k.view(4, 3, 1)))
     assert torch.equal(forward(scores, 0.1, weight, k), affine(weight, mask, k.view(4, 3, 1)))
     assert torch.equal(to_mask, (weight * k[3][:, None] + k[2][:, None]) * grad)
     before = torch.get_num_threads()
@@ -131,38 +137,44 @@ def test_bits_that_lie_anywhere_in_memory_are_read_alike():
     for offset in range(4):
         room = torch.zeros(packed.numel() + 4, dtype=torch.uint8)
         moved = room[offset : offset + packed.numel()].copy_(packed)
-        assert torch.equal(cpu.switch([Packed(weight, moved, k[:, 0])])[0], affine(weight, scores >= 0, k[:, 0]))
-
-
-@pytest.mark.usefixtures("threads")
-def test_a_prepared_switch_can_be_called_again_in_memory_that_others_have_used():
-    weight, scores, _, k = draw(3, 3, 40_000, False)
-    prepared = cpu.Switch(Packed(weight, pack(scores >= 0), k, torch.empty_like(weight)))
-    expected = affine(weight, scores >= 0, k.view(4, 3, 1))
-    for _ in range(2):
-        room = prepared()
-        assert torch.equal(room, expected)
-        room.fill_(float("nan"))
+        assert torch.equal(switch(weight, moved, k[:, 0]), affine(weight, scores >= 0, k[:, 0]))
 
 
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 70), st.booleans(), st.booleans()), min_size=1, max_size=6))
 def test_many_weights_in_one_call_are_as_one_by_one(sizes):
     """With one k for a layer or for each row, some into memory that is given, some laid out as no loop takes it."""
-    held, rooms = [], []
+    held = []
     for seed, (rows, length, by_row, in_order) in enumerate(sizes):
         weight, scores, _, k = draw(seed, rows, length, False)
-        weight = weight.reshape(rows, length)
         weight = weight if in_order else weight.t().contiguous().t()
-        k, channel = (k, (rows, 1)) if by_row else (k[:, 0].contiguous(), ())
-        rooms.append(torch.empty_like(weight) if seed % 2 else None)
-        mask = Packed(weight, pack(scores.reshape(rows, length) >= 0), k, rooms[-1])
-        held.append(AtRest(mask, weight.shape, channel))
-    for one, room, call, found in zip(held, rooms, one_by_one(held), from_bits(held), strict=True):
-        assert torch.equal(found, one.plain())
-        assert torch.equal(found, from_bits([one])[0])
-        assert torch.equal(found, call())
-        assert room is None or not one.mask.weight.is_contiguous() or found.data_ptr() == room.data_ptr()
+        k = spread(k if by_row else k[:, 0].contiguous(), weight)
+        out = torch.full_like(weight, float("nan")) if seed % 2 else None
+        held.append(Operands(weight, pack(scores >= 0), k, out=out))
+    for one, found in zip(held, compute(held), strict=True):
+        assert torch.equal(found, plain(one))
+        assert torch.equal(found, compute([one])[0])
+        assert one.out is None or not one.weight.is_contiguous() or found is one.out
+
+
+def test_memory_that_does_not_fit_is_left_alone():
+    weight, scores, _, k = draw(0, 4, 9, False)
+    expected = affine(weight, scores >= 0, k[:, 0])
+    for out in (torch.zeros(4, 8), torch.zeros(9, 4).t(), torch.zeros(4, 9, dtype=torch.double)):
+        found = compute([Operands(weight, pack(scores >= 0), k[:, 0], out=out)])[0]
+        assert torch.equal(found, expected)
+        assert not out.any()
+
+
+def test_weights_of_a_frozen_task_are_written_to_memory_that_is_given():
+    rule = MaskRule((None,) * 4, 0.0, "identity", True)
+    weight = torch.randn(6, 4, 3, 3)
+    mask = Masked(Weight("w", weight.shape, "conv"), rule, torch.randn(weight.shape))
+    mask.freeze()
+    out = torch.empty_like(weight)
+    found = transformed({"w": mask}, {"w": weight}, {"w": out})["w"]
+    assert found.data_ptr() == out.data_ptr()
+    assert torch.equal(out, mask(weight))
 
 
 @settings(deadline=None, max_examples=20)
@@ -178,13 +190,12 @@ def test_many_masks_that_learn_are_in_one_call_as_one_by_one(sizes):
     masks = []
     for seed, (rows, inputs, edge, by_row, channels_last) in enumerate(sizes):
         weight, scores, _, k = draw(seed, rows, inputs * edge * edge, True)
-        shape = (rows, inputs, edge, edge)
-        k = k if by_row else k[:, 0].contiguous()
-        masks.append(Scored(weight.view(shape), scores.view(shape), seed / 10, k, channels_last))
-    for mask, found in zip(masks, cpu.forward(masks), strict=True):
-        expected = affine(mask.weight, mask.scores >= mask.threshold, mask.k.view(4, -1, 1, 1, 1))
-        same_bits(found.contiguous(), expected.contiguous())
-        same_bits(found, cpu.forward([mask])[0])
+        weight, scores = (tensor.view(rows, inputs, edge, edge) for tensor in (weight, scores))
+        k = spread(k if by_row else k[:, 0].contiguous(), weight)
+        masks.append(Operands(weight, scores, k, seed / 10, channels_last=channels_last))
+    for mask, found in zip(masks, cpu.affine(masks), strict=True):
+        same_bits(found.contiguous(), affine(mask.weight, mask.mask >= mask.threshold, mask.k))
+        same_bits(found, cpu.affine([mask])[0])
         assert not mask.channels_last or found.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -195,8 +206,7 @@ def test_masks_that_learn_are_laid_out_alike_either_way(shape, monkeypatch):
     mask = Masked(Weight("w", torch.Size(shape), "conv", 1), rule, torch.randn(shape))
     mask.channels_last = True
     one = mask(torch.randn(shape))
-    monkeypatch.setattr(cpu, "native", lambda: None)
-    monkeypatch.setattr(cpu, "worth_a_call", lambda weights: False)
+    monkeypatch.setattr(kernels, "loops", lambda: None)
     assert mask(torch.randn(shape)).stride() == one.stride()
 
 
@@ -223,7 +233,7 @@ def test_a_layer_learns_the_same_with_and_without_the_compiled_loops(
     upstream = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(4))
     results = []
     for fast in (True, False):
-        monkeypatch.setattr(cpu, "SMALL", 0 if fast else 1 << 40)
+        monkeypatch.setattr(equation, "SMALL", 0 if fast else 1 << 40)
         made = build(weight, options.rule(weight), tensor, k2_scaled_by_r)
         made.channels_last = channels_last
         learning = made(tensor)
@@ -254,77 +264,81 @@ def build(weight: Weight, rule: MaskRule, tensor: torch.Tensor, k2_scaled_by_r: 
     return made
 
 
-def test_what_the_loops_do_not_take():
-    good = torch.zeros(64, 64)
-    assert cpu.takes(good, good)
-    assert cpu.is_large(good)
-    for bad in (good.double(), good.half(), good[:, ::2], good.t(), good.expand(2, 64, 64), good.to("meta")):
-        assert not cpu.takes(good, bad) or not cpu.takes(bad)
-    assert not cpu.takes(good[:, ::2])
+def test_what_the_loops_do_not_take(monkeypatch):
+    monkeypatch.setattr(cpu, "affine", lambda given: pytest.fail("taken"))
+    good, k = torch.randn(64, 64), torch.randn(4)
+    for bad in (good.double(), good.half(), good[:, ::2], good.expand(2, 64, 64), good.to("meta")):
+        compute([Operands(bad, torch.empty_like(bad), k.to(bad.device))])
+    compute([Operands(good.t(), pack(good >= 0), k)])  # not in the order of its bits
+    compute([Operands(good, good.t(), k)])
+    compute([Operands(good, good, torch.randn(4, 1, 64))])  # each filter has many k
 
 
-def test_without_numba_the_reference_runs(monkeypatch):
-    monkeypatch.setattr(cpu, "native", lambda: None)
-    assert not cpu.is_large(torch.zeros(64, 64))
+def run(script: str, folder, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={"PYTHONPATH": f"{folder}:{':'.join(sys.path)}", "PATH": "", **env},
+    )
 
 
-FORKED = """
-import os, torch
-from bitgraft.transforms import cpu
-from bitgraft.transforms.cpu import Packed
+COMPUTED = """
+import os, sys, torch
+from bitgraft.transforms import kernels
+from bitgraft.transforms.affine import Operands, compute, plain
 torch.set_num_threads(2)
-weight, maps, bits = torch.randn(1 << 18), torch.randn(1, 4), torch.full((1 << 15,), 85, dtype=torch.uint8)
-here = cpu.switch([Packed(weight, bits, maps)])[0]
+def given(rows):
+    weight, bits = torch.randn(rows, 64), torch.full((rows * 8,), 85, dtype=torch.uint8)
+    return Operands(weight, bits, torch.tensor([1.0, 0.5, 0.25, 2.0]))
+"""
+FORKED = """
+large = given(1 << 12)
+here = compute([large])[0]
 child = os.fork()
 if child == 0:
-    again = cpu.switch([Packed(weight, bits, maps)])[0]  # PyTorch itself would wait for its threads for ever
+    again = compute([large])[0]  # PyTorch itself would wait for its threads for ever
     os._exit(0 if (again.numpy() == here.numpy()).all() else 1)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-
-
 SMALL = """
-import sys, torch
-from bitgraft.transforms import cpu
-from bitgraft.transforms.affine import AtRest, from_bits
-from bitgraft.transforms.cpu import Packed, Scored
-weight = torch.randn(64, 64)
-bits, k = torch.full((512,), 85, dtype=torch.uint8), torch.tensor([1.0, 0.5, 0.25, 2.0])
-held = AtRest(Packed(weight, bits, k), weight.shape)
-plain = from_bits([held])[0]
-assert "numba" not in sys.modules and torch.equal(plain, held.plain())
-assert cpu.native() is not None and cpu.worth_a_call([weight])
-assert torch.equal(from_bits([held])[0], plain)
+small = given(64)
+assert torch.equal(compute([small])[0], plain(small)) and "numba" not in sys.modules
+found = compute([small, given(1 << 12)])[0]
+assert torch.equal(found, plain(small)) and "numba" in sys.modules
+"""
+OFF = """
+large = given(1 << 12)
+assert torch.equal(compute([large])[0], plain(large)) and kernels.loops() is None
+assert compute([large])[0].shape == large.weight.shape  # a second time
 """
 
 
-def test_small_weights_alone_import_no_compiler_and_use_it_where_it_is():
-    done = subprocess.run([sys.executable, "-c", SMALL], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("script", [FORKED, SMALL], ids=["a forked process", "small weights import no compiler"])
+def test_a_process_computes_the_same(script, tmp_path):
+    done = run(COMPUTED + script, tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("off", ["", "off"])
-def test_a_forked_process_computes_the_same_in_one_thread_and_the_switch_off_works(off, tmp_path):
-    script = FORKED if not off else "from bitgraft.transforms import cpu\nassert cpu.native() is None"
-    done = subprocess.run(
-        [sys.executable, "-c", script], env={"BITGRAFT_KERNELS": off, "PATH": ""}, timeout=120, check=False
-    )
-    assert done.returncode == 0
+def test_without_compiled_loops_plain_pytorch_runs_without_a_word(tmp_path):
+    for absent, env in [("", {"BITGRAFT_KERNELS": "off"}), ("import sys; sys.modules['numba'] = None", {})]:
+        done = run(absent + COMPUTED + OFF, tmp_path, **env)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_pieces_cover_every_element_once():
-    for count, rows in [(1, 1), (36, 1), (37, 1), (38, 1), (1000, 1), (12, 12), (400, 4)]:
-        starts, sizes, row = cpu._pieces((count, 1, 1), rows)
-        covered = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, sizes, strict=True)])
-        assert covered.tolist() == list(range(count))
-        assert row.tolist() == [start // (count // rows) for start in starts]
+@pytest.mark.parametrize("error", ["ImportError('no libllvm')", "OSError('bad ELF')", "AttributeError('np.bool')"])
+def test_a_broken_numba_is_reported_once_and_plain_pytorch_runs(error, tmp_path):
+    (tmp_path / "numba.py").write_text(f"raise {error}\n")
+    done = run(COMPUTED + OFF, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("numba is installed but does not work") == 1
+    assert error.partition("(")[0] in done.stderr
+    assert "Plain PyTorch runs instead" in done.stderr
 
 
-def test_pieces_of_turned_weights_are_whole_filters():
-    for filters, rows in [((5, 3, 9), 1), ((5, 3, 9), 5), ((7, 50, 2), 1), ((7, 2, 4), 1)]:
-        size = filters[1] * filters[2]
-        starts, sizes, row = cpu._pieces(filters, rows)
-        covered = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, sizes, strict=True)])
-        assert covered.tolist() == list(range(filters[0] * size))
-        assert not (starts % size).any()
-        assert row.tolist() == [start // (filters[0] * size // rows) for start in starts]
+def test_pieces_cover_every_filter_once():
+    for shape in [(1, 1), (36, 1), (1, 37), (1000, 1), (12, 12), (4, 400)]:
+        ranges = list(cpu._ranges(np.empty(shape, np.float32)))
+        assert [row for first, last in ranges for row in range(first, last)] == list(range(shape[0]))

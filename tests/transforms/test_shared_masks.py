@@ -33,8 +33,9 @@ from bitgraft.sharing.pulling import enter, fetch
 from bitgraft.store import Backbone, Store
 from bitgraft.training.config import QUICK
 from bitgraft.training.loop import StoppedError
+from bitgraft.transforms.base import Weight
 from bitgraft.transforms.bits import pack, packed_size
-from bitgraft.transforms.masked import Masked, MaskRule, Weight
+from bitgraft.transforms.masked import Masked, MaskRule
 from bitgraft.transforms.shared_masks import Borrowing, LearnedMix, mixed, own_mask
 from bitgraft.workflows.train_task import Request, open_store, train
 

@@ -26,7 +26,7 @@ from bitgraft.backbone.layers import (
 )
 from bitgraft.backbone.tracing import Trace, trace
 from bitgraft.errors import BackboneError
-from bitgraft.transforms.masked import Weight
+from bitgraft.transforms.base import Weight
 
 Patterns = str | Sequence[str]
 Places = dict[str, list[tuple[str, str]]]

@@ -22,7 +22,6 @@ from bitgraft.training.callbacks import Callback
 from bitgraft.training.config import Config
 from bitgraft.training.evaluation import score
 from bitgraft.transforms.masked import Masked
-from bitgraft.transforms.warm_start import begin
 
 METHOD = "full"
 ALIKE = 0.5  # a copy whose weights have less in common with the backbone's (their cosine) was hardly made from it
@@ -173,7 +172,7 @@ def _fit(transform: Masked, weight: Tensor, target: Tensor) -> Tensor:
     mask, margin = found.mask.view(ours.shape), found.margin.view(ours.shape)
     turned = unbalanced(ours, theirs, found.k, mask)
     scores = scores_of(mask ^ turned, margin, rule.threshold)
-    begin(transform, about.from_filters(scores), found.k)
+    transform.start_at(about.from_filters(scores), found.k)
     w, t, made = weight.double(), target.double(), transform(weight).double()
     pairs = ((t - w, t - w), (t - made, t - made), (t, t), (w, w), (t, w))
     return torch.stack([(a * b).sum() for a, b in pairs]).cpu()

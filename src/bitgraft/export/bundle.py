@@ -21,8 +21,9 @@ from bitgraft.export.plain import program
 from bitgraft.export.subject import CHECKED, TRACED, Subject, described
 from bitgraft.network import Network
 from bitgraft.task import Task, dotless
+from bitgraft.transforms.base import Weight
 from bitgraft.transforms.bits import pack, packed_size
-from bitgraft.transforms.masked import Masked, Weight
+from bitgraft.transforms.masked import Masked
 
 TASK = "task"
 NOTHING = -1e30  # the score of a class that a task does not have: below any other, and finite

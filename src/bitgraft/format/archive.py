@@ -63,7 +63,7 @@ def pack_task(task: Task, backbone: str) -> Archive:
         raise TaskError(
             f"task {task.name!r} cannot be saved: the backbone's name {odd[0]!r} has a colon in it, or is 'head'"
         )
-    tensors = dict(task.owned)
+    tensors = task.stored()
     for weight, transform in transforms.items():
         tensors |= {f"{weight}:{part}": tensor for part, tensor in transform.parts().items()}
     tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(COUNTER)}

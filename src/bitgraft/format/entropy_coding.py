@@ -2,13 +2,13 @@
 
 Byte i belongs to lane i mod L. All lanes move together, a step for each of their bytes, and take 16-bit words from one
 stream, in their order, whenever their state falls below 2^16. `docs/format.md` has the layout. Long streams are decoded
-by `bitgraft.transforms.cpu_loops`, where that can be had.
+by `bitgraft.transforms.cpu`, where that can be had.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bitgraft.transforms import cpu
+from bitgraft.transforms import kernels
 
 SCALE = 14  # frequencies add up to 2^14
 LOW = 1 << 16  # states are at least this, and below 2^32
@@ -49,7 +49,7 @@ def decode(coded: Bytes, count: int) -> Bytes:
     states = np.frombuffer(coded[513 : 513 + 4 * lanes].tobytes(), "<u4").astype(np.uint64)
     words = np.frombuffer(coded[513 + 4 * lanes :].tobytes(), "<u2").astype(np.uint64)
     out = np.empty(count, np.uint8)
-    compiled = cpu.native() if count >= LONG else None
+    compiled = kernels.loops() if count >= LONG else None
     read = (compiled.unroll if compiled else _unroll)(states, words, symbol_of, width, base, out)
     if read < 0:
         raise ValueError("it ends too early")

@@ -13,8 +13,8 @@ from bitgraft.errors import ClassesError, CorruptError, TaskError, WrongBackbone
 from bitgraft.format.archive import COUNTER, PACKED, Archive, stored_dtype
 from bitgraft.methods import registry
 from bitgraft.task import Metadata, Task
+from bitgraft.transforms.base import Transform, Weight
 from bitgraft.transforms.bits import packed_size
-from bitgraft.transforms.masked import Transform, Weight
 
 
 def revive(

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from bitgraft.errors import TaskError
 from bitgraft.methods.registry import Method, Options, is_number, register_method, uniform
-from bitgraft.transforms.masked import Transform, Weight, widened
+from bitgraft.transforms.base import Transform, Weight, widened
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}

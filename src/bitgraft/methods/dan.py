@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from bitgraft.methods.registry import Method, Options, register_method
-from bitgraft.transforms.masked import Transform, Weight, strided_like, widened
+from bitgraft.transforms.base import Transform, Weight, strided_like, widened
 
 
 class Recombined(Transform):

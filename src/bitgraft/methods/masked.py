@@ -10,8 +10,9 @@ from torch import Tensor
 
 from bitgraft.errors import TaskError
 from bitgraft.methods.registry import Method, Options, is_number, register_method, uniform
+from bitgraft.transforms.base import Transform, Weight
 from bitgraft.transforms.bits import Surrogate
-from bitgraft.transforms.masked import Masked, MaskRule, Transform, Weight
+from bitgraft.transforms.masked import Masked, MaskRule
 from bitgraft.transforms.shared_masks import Borrowing, own_mask
 
 K = float | Literal["learn"]

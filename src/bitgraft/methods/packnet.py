@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from bitgraft.errors import CorruptError, NoFreeWeightsError, TaskError
 from bitgraft.methods.registry import Method, Options, Phase, is_number, register_method
+from bitgraft.transforms.base import Transform, Weight, expect, strided_like, widened
 from bitgraft.transforms.bits import pack, packed_size, unpack
-from bitgraft.transforms.masked import Transform, Weight, expect, strided_like, widened
 
 
 @dataclass(frozen=True)

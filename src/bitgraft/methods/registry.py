@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bitgraft.backbone.anatomy import Anatomy
 from bitgraft.errors import TaskError
-from bitgraft.transforms.masked import Transform, Weight
+from bitgraft.transforms.base import Transform, Weight
 
 
 @dataclass(frozen=True)

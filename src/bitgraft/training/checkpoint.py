@@ -59,8 +59,6 @@ class State:
     sums: Tensor
     scaler: dict[str, Any] | None = None
     """Of the gradients in mixed precision fp16."""
-    means: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """What the tasks' weights take in, where changes of them are levelled."""
 
 
 def copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -76,7 +74,7 @@ def of_task(record: Mapping[str, Any], task: str) -> dict[str, Any]:
 
 def save(path: Path, config: Config, state: State) -> None:
     buffer = io.BytesIO()
-    held = {f: getattr(state, f) for f in ("tasks", "optimizers", "best_tasks", "sums", "scaler", "means")}
+    held = {f: getattr(state, f) for f in ("tasks", "optimizers", "best_tasks", "sums", "scaler")}
     about = {"config": asdict(config), "at": asdict(state.at), "result": asdict(state.result)}
     torch.save({**held, **about, "rng": torch.get_rng_state()}, buffer)
     write_atomically(path, buffer.getbuffer())

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from torch import Tensor, nn
+from torch import nn
 
 from bitgraft.errors import TrainingError
 from bitgraft.methods import registry
@@ -24,18 +24,15 @@ class Shared(nn.Module):
             self.register_parameter(dotless(name), parameter)
         self.requires_grad_(True)
         for task in tasks.values():
-            task.share(found)
+            task._share(found)
 
     def roles(self) -> Iterator[tuple[str, nn.Parameter]]:
         return (("weights", parameter) for parameter in self.parameters())
 
-    def values(self) -> dict[str, Tensor]:
-        return self.state_dict()
-
     def release(self, tasks: Mapping[str, Task]) -> None:
         """Out of gradients' reach again."""
         for task in tasks.values():
-            task.share(())
+            task._share(())
         for name, parameter in self.named_parameters():
             parameter.grad = None
             parameter.requires_grad_(self._asked[name])

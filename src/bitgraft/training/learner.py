@@ -1,7 +1,6 @@
 """What a process trains: tasks and nothing else, so that only what they learn is reduced between processes."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -12,7 +11,7 @@ from bitgraft.backbone.tracing import logits
 from bitgraft.errors import TrainingError
 from bitgraft.network import Network
 from bitgraft.task import Task
-from bitgraft.training.cpu.convolutions import Convolutions
+from bitgraft.training import cpu
 
 Loss = Callable[[Any, Any], Tensor]
 """(what the network gives, what the data says) -> the mean loss of a batch."""
@@ -28,7 +27,7 @@ class Learner(nn.Module):
 
     def forward(self, images: Tensor, task: str) -> Any:
         task_module = self._net[0].ready(task)
-        with Convolutions() if images.device.type == "cpu" else nullcontext():
+        with cpu.fast_convolutions(images.device):
             return task_module(images)
 
 

@@ -17,11 +17,10 @@ from bitgraft.errors import TrainingError
 from bitgraft.methods import registry
 from bitgraft.network import Network
 from bitgraft.task import Task
-from bitgraft.training import optimizers
+from bitgraft.training import cpu, optimizers
 from bitgraft.training.callbacks import Callback
 from bitgraft.training.checkpoint import Position, Result, State, copied, load, of_task, save
 from bitgraft.training.config import Config, preset
-from bitgraft.training.cpu.memory import kept
 from bitgraft.training.evaluation import Loader, validate
 from bitgraft.training.head_init import begin
 from bitgraft.training.joint import SHARED, Shared, shared_weights
@@ -76,8 +75,7 @@ def fit(
     run.callbacks, run.stop, run.checkpoint_every = callbacks, stop, checkpoint_every
     try:
         run.load_data(train, val, workers)
-        with kept() if accelerator.device.type == "cpu" else nullcontext():
-            return run.go(resume)
+        return run.go(resume)
     finally:
         run.release()
         for callback in callbacks:
@@ -105,7 +103,7 @@ class _Run:
         self.phases = optimizers.phases_of(registry.get(self.tasks[names[0]].metadata.method), config)
         for task in self.tasks.values():
             task.holds_statistics = config.statistics == "kept"
-            task.set_channels_last(channels_last=accelerator.device.type == "cpu")  # as `placed` does with images
+            cpu.set_channels_last(task, accelerator.device.type == "cpu")  # as `to_device` does with images
             if config.scale_k2_by_r:
                 task.scale_k2_by_r(config.scale_k2_by_r, config.seed)
         net.to(accelerator.device)
@@ -249,17 +247,16 @@ class _Run:
         is_last_phase = self.at.phase == len(self.phases) - 1  # an epoch before pruning is not one to keep
         if self.val and is_last_phase and self.result.is_better(record):
             self.result.best = record
-            self.best_state = {name: copied(held.values()) for name, held in self.learned.items()}
+            self.best_state = {name: copied(held.state_dict()) for name, held in self.learned.items()}
         return record
 
     def _finish(self) -> None:
         self.result.best_tasks = self.best_state
-        for task in self.tasks.values():
-            task.fold_mean_shift()
         if self.config.keep == "best" and self.best_state is not None:
             for name, held in self.learned.items():
                 held.load_state_dict(self.best_state[name])
         for name, task in self.tasks.items():
+            task._fold_mean_shift()
             task.eval()
             last, best = (record and of_task(record, name) for record in (self.result.history[-1], self.result.best))
             task.metrics = {"last": last, "best": best, "kept": self.config.keep}
@@ -269,8 +266,8 @@ class _Run:
         """Leave tasks to normalise as they would without us, and the backbone out of reach, however the run ended."""
         for task in self.tasks.values():
             task.holds_statistics = False
-            task.set_channels_last(channels_last=False)
-            task.fold_mean_shift()
+            cpu.set_channels_last(task, False)
+            task._fold_mean_shift()
         if self.shared is not None:
             self.shared.release(self.tasks)
 
@@ -289,8 +286,7 @@ class _Run:
             optimizers = None if fresh_phase else [optimizer.state_dict() for optimizer in self.optimizers]
             tasks = {name: held.state_dict() for name, held in self.learned.items()}
             scaler = self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else None
-            means = {name: task.input_means for name, task in self.tasks.items()}
-            state = State(self.at, self.result, tasks, optimizers, self.best_state, self.sums, scaler, means)
+            state = State(self.at, self.result, tasks, optimizers, self.best_state, self.sums, scaler)
             save(self.path, self.config, state)
 
     def _resume(self) -> State:
@@ -300,10 +296,6 @@ class _Run:
         self.at, self.result, self.best_state = state.at, state.result, state.best_tasks
         for name, held in self.learned.items():
             held.load_state_dict(state.tasks[name])
-        for name, task in self.tasks.items():
-            task.correct_mean_shift(
-                {weight: mean.to(self.accelerator.device) for weight, mean in state.means[name].items()}
-            )
         if self.accelerator.scaler is not None and state.scaler is not None:
             self.accelerator.scaler.load_state_dict(state.scaler)
         self.sums.copy_(state.sums)

@@ -9,8 +9,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from bitgraft.task import Task
-from bitgraft.training.cpu.convolutions import is_simple, pair
-from bitgraft.training.cpu.products import weight_gradient
 
 
 def levelled(task: Task) -> list[str]:
@@ -56,12 +54,11 @@ class Inputs(TorchFunctionMode):
         dilation: Any = 1,
         groups: int = 1,
     ) -> None:
-        """The gradient of a kernel is the sum of what it takes in where every output counts for one."""
+        """The sum over images comes first: what each place of the kernel meets in that is all there is to know."""
         name = self.kernels.get(id(weight))
-        if name is None or not is_simple(input, weight, padding, groups):
+        if name is None or isinstance(padding, str) or groups not in (1, len(weight)):
             return
-        shape = torch.Size((1, *weight.shape[1:])) if groups == 1 else weight.shape
-        ones = output.new_ones(1, 1, 1, 1).expand(len(output), shape[0], *output.shape[2:])
-        total = weight_gradient(input, ones, shape, pair(stride), pair(padding), pair(dilation)).float()
+        met = F.unfold(input.float().sum(0, keepdim=True), weight.shape[2:], dilation, padding, stride)
+        total = met.sum(2).view(-1 if groups > 1 else 1, *weight.shape[1:])
         self.sums[name] = self.sums[name] + total if name in self.sums else total
         self.pixels[name] = self.pixels.get(name, 0) + output[:, 0].numel()

@@ -5,13 +5,14 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 Surrogate = Literal["identity", "sigmoid"]
 
 
-def threshold(scores: Tensor, at: float, dtype: torch.dtype = torch.bool) -> Tensor:
-    """M = 1[R >= at], as bits, or in one pass as the numbers 0 and 1."""
-    return torch.ge(scores.detach(), at, out=torch.empty_like(scores, dtype=dtype, requires_grad=False))
+def threshold(scores: Tensor, at: float) -> Tensor:
+    """M = 1[R >= at], as a bool tensor."""
+    return scores.detach() >= at
 
 
 def through_surrogate(grad: Tensor, scores: Tensor, at: float, surrogate: Surrogate) -> Tensor:
@@ -25,11 +26,10 @@ def through_surrogate(grad: Tensor, scores: Tensor, at: float, surrogate: Surrog
 def pack(mask: Tensor) -> Tensor:
     """Bits of a bool tensor in row-major order, element i in bit i % 8 (lowest first) of byte i // 8; the tail is 0."""
     flat = mask.reshape(-1)
-    if _on_cpu(flat):  # where NumPy takes a small part of the time
+    if _on_cpu(flat):  # NumPy takes a small part of the time
         return torch.from_numpy(np.packbits(flat.numpy(), bitorder="little"))
-    padded = flat.new_zeros(packed_size(flat.numel()) * 8)
-    padded[: flat.numel()] = flat
-    return (padded.view(torch.uint8).view(-1, 8) * _places(mask.device)).sum(1, dtype=torch.uint8)
+    padded = F.pad(flat.view(torch.uint8), (0, -flat.numel() % 8))
+    return (padded.view(-1, 8) << _places(mask.device)).sum(1, dtype=torch.uint8)
 
 
 def unpack(packed: Tensor, shape: torch.Size) -> Tensor:
@@ -50,12 +50,12 @@ def ones(packed: Tensor) -> int:
 def _bits(packed: Tensor) -> Tensor:
     if _on_cpu(packed):
         return torch.from_numpy(np.unpackbits(packed.numpy(), bitorder="little")).view(torch.bool)
-    return ((packed.unsqueeze(1) & _places(packed.device)) != 0).view(-1)
+    return (packed.unsqueeze(1) >> _places(packed.device)).bitwise_and_(1).view(torch.bool).view(-1)
 
 
 def _places(device: torch.device) -> Tensor:
-    """What each bit of a byte is worth, lowest first."""
-    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
+    """0 to 7, made on the device: a copy of a Python list would make the host wait for it."""
+    return torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def _on_cpu(tensor: Tensor) -> bool:

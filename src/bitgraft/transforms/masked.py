@@ -1,126 +1,40 @@
-"""Weight transforms: small modules that hold the parameters of an equation."""
+"""The paper's transform: a mask and four k for each weight, while they learn and as bits."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal, Protocol, Self, runtime_checkable
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bitgraft.errors import CorruptError
-from bitgraft.transforms import affine
-from bitgraft.transforms.affine import AtRest, Coordinates, Learning, from_bits, learned, mean_size
-from bitgraft.transforms.affine import MaskRule as MaskRule
-from bitgraft.transforms.affine import strided_like as strided_like
-from bitgraft.transforms.affine import widened as widened
-from bitgraft.transforms.bits import pack, packed_size, threshold, unpack
-from bitgraft.transforms.cpu import Packed
+from bitgraft.errors import TaskError
+from bitgraft.transforms.affine import Operands, compute, learned
+from bitgraft.transforms.base import Transform, Weight, expect
+from bitgraft.transforms.bits import Surrogate, pack, packed_size, threshold, unpack
+
+START = (1.0, 0.0, 0.0, 0.0)  # where a learned k begins: W~ = W
+PACE = 3.0  # how much faster than the other k a k2 learns that is scaled by R
+LEAST = 1e-4  # how far from its threshold an R begins at least that starts from another mask
 
 
 @dataclass(frozen=True)
-class Weight:
-    """One weight of the backbone, as a transform needs to know it."""
+class MaskRule:
+    """How a mask is read off R, and which k are learned (None) or constant, for one weight."""
 
-    name: str
-    shape: torch.Size
-    kind: Literal["conv", "transposed", "linear"]
-    groups: int = 1
-    feeds: str | None = None
-    """The norm layer that takes this layer's output and nothing else, if there is one."""
-    scale_free: bool = False
-    """That norm undoes any scale of this weight, so k0 stays 1 (the paper, section 3.1)."""
-    channels_scale_free: bool = False
-    """That norm undoes a scale of each output channel by itself, so k0 stays 1 also with one k per channel."""
+    fixed: tuple[float | None, ...]
+    threshold: float
+    surrogate: Surrogate
+    per_channel: bool
 
     @property
-    def kernel(self) -> tuple[int, ...]:
-        return tuple(self.shape[2:])
+    def learned(self) -> list[int]:
+        return [i for i, value in enumerate(self.fixed) if value is None]
 
-    @property
-    def outputs(self) -> int:
-        return self.shape[1] * self.groups if self.kind == "transposed" else self.shape[0]
-
-    @property
-    def grouped_shape(self) -> tuple[int, ...]:
-        """The weight's shape with the groups of a transposed convolution split off, so that channels broadcast."""
-        if self.kind == "transposed":
-            return (self.groups, self.shape[0] // self.groups, *self.shape[1:])
-        return tuple(self.shape)
-
-    @property
-    def channel_shape(self) -> tuple[int, ...]:
-        """How a vector with one entry per output channel broadcasts against `grouped_shape`."""
-        if self.kind == "transposed":
-            return (self.groups, 1, self.shape[1], *(1 for _ in self.kernel))
-        return (self.shape[0], *(1 for _ in self.shape[1:]))
-
-    def filters(self, tensor: Tensor) -> Tensor:
-        """The weight as a matrix with one filter (one output channel) per row."""
-        if self.kind == "transposed":
-            tensor = tensor.reshape(self.grouped_shape).transpose(1, 2)  # (g, out/g, in/g, *kernel)
-        return tensor.reshape(self.outputs, -1)
-
-    def from_filters(self, matrix: Tensor) -> Tensor:
-        """The inverse of `filters`."""
-        if self.kind == "transposed":
-            groups, inputs, outputs, *kernel = self.grouped_shape
-            matrix = matrix.reshape(groups, outputs, inputs, *kernel).transpose(1, 2)
-        return matrix.reshape(self.shape)
-
-
-class Transform(nn.Module):
-    """W -> W~, with a few parameters of its own. Subclasses say what they cost and what goes into a file."""
-
-    tail: nn.Module | None
-    """A module to run on the layer's output, which it gives back in the same dtype (series adapters alone have one)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.__dict__["tail"] = None  # what `self.tail = None` comes to, without looking for tensors
-
-    def forward(self, weight: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def role(self, parameter: str) -> str:
-        """What a parameter of this name is to an optimiser: "scores", "k", "k1" (k1) or "weights"."""
-        return "weights"
-
-    def bits(self, *, statistics: bool = False) -> int:
-        """What the transform costs at rest, running statistics of norms that it brings along left out or counted."""
-        held = [*self.parameters(), *(b for b in self.buffers() if statistics and b.is_floating_point())]
-        return 32 * sum(tensor.numel() for tensor in held)
-
-    def freeze(self) -> None:
-        """End of learning: drop what only learning needs. W~ stays the same to the last bit."""
-        self.requires_grad_(False)
-
-    def parts(self) -> dict[str, Tensor]:
-        """The named tensors that a file holds for this transform."""
-        return dict(self.state_dict())
-
-    def restore(self, parts: Mapping[str, Tensor]) -> None:
-        """Become what `parts` came from, frozen."""
-        expect({name: tuple(t.shape) for name, t in self.state_dict().items()}, parts)
-        self.load_state_dict(dict(parts), assign=True)
-        self.freeze()
-
-
-@runtime_checkable
-class Prunable(Protocol):
-    """A transform that can give up some of what it owns."""
-
-    def prune(self, share: float) -> None: ...
-
-
-def expect(shapes: Mapping[str, tuple[int, ...]], parts: Mapping[str, Tensor]) -> None:
-    """Refuse parts whose names or shapes are not those expected."""
-    if {name: t.shape for name, t in parts.items()} != shapes:
-        found = {name: tuple(t.shape) for name, t in parts.items()}
-        raise CorruptError(f"a transform's parts should be {dict(shapes)}, the file has {found}; it is not usable")
-
-
-START = (1.0, 0.0, 0.0, 0.0)  # where a learned k begins: W~ = W
+    @cached_property
+    def kept(self) -> tuple[int, ...]:
+        """Which of k0, k2 and k3 are learned: the rows of `Masked.k`."""
+        return tuple(i for i in self.learned if i != 1)
 
 
 class Masked(Transform):
@@ -135,68 +49,73 @@ class Masked(Transform):
     k1: nn.Parameter | None
     constants: Tensor
     packed: Tensor | None
-    weight: Weight
-    rule: MaskRule
-    k2_scaled_by_r: bool
-    channels_last: bool
-    """While it learns, give W~ with the channels last, as the images are laid out that it will meet."""
 
     def __init__(self, weight: Weight, rule: MaskRule, scores: Tensor | None) -> None:
         super().__init__()
-        # no tensors, which `__setattr__` would look for
-        self.__dict__.update(weight=weight, rule=rule, k2_scaled_by_r=False, channels_last=False)
-        if scores is None:
-            self._hold(None, None)  # until `restore` brings them
-            return
-        k = torch.tensor([START[i] if v is None else v for i, v in enumerate(rule.fixed)], device=scores.device)
-        if rule.per_channel:
-            k = k[:, None].repeat(1, weight.outputs)
-        self.scores = nn.Parameter(scores)
-        self.k = nn.Parameter(k[list(self.rule.kept)]) if self.rule.kept else None
-        self.k1 = nn.Parameter(k[1].clone()) if 1 in rule.learned else None
-        self.register_buffer("constants", k)
+        self.weight, self.rule = weight, rule
+        self.k2_scaled_by_r = False
+        self.channels_last = False
+        """While it learns, give W~ with the channels last, as the images are laid out that it will meet."""
+        for name in ("scores", "k", "k1"):
+            self.register_parameter(name, None)
         self.register_buffer("packed", None)
+        self.register_buffer("constants", None)
+        if scores is None:
+            return  # until `restore` brings them
+        k = torch.tensor([START[i] if v is None else v for i, v in enumerate(rule.fixed)], device=scores.device)
+        self.constants = k = k[:, None].repeat(1, weight.outputs) if rule.per_channel else k
+        self.scores = nn.Parameter(scores)
+        self.k = nn.Parameter(k[list(rule.kept)]) if rule.kept else None
+        self.k1 = nn.Parameter(k[1].clone()) if 1 in rule.learned else None
 
     def forward(self, weight: Tensor) -> Tensor:
+        return transformed({"": self}, {"": weight})[""]
+
+    def operands(self, weight: Tensor, out: Tensor | None = None) -> Operands:
+        """What W~ is computed from, viewed so that channels broadcast."""
+        mask, k = self.packed if self.scores is None else self.scores, self.values()
+        assert mask is not None, "values are still to come"
+        rule, shape = self.rule, weight.shape
+        if rule.per_channel:
+            shape, k = torch.Size(self.weight.grouped_shape), k.view(4, *self.weight.channel_shape)
         if self.scores is None:
-            return from_bits([self.held(weight)])[0]
-        return _shaped(learned([self.learning(weight)])[0], weight.shape)
-
-    def learning(self, weight: Tensor) -> Learning:
-        """While it learns, with its weight: so that W~ of many can be computed in one call."""
-        assert self.scores is not None
-        shape, channel = self._broadcast(weight)
-        scores, view = _shaped(self.scores, shape), _shaped(weight, shape)  # others for transposed convolutions alone
-        channels_last = self.channels_last and weight.dim() == 4 and view is weight
-        ours = (self.k, self.k1, self.constants)
-        return Learning(scores, *ours, view, self.rule, self._coordinates(), channel, channels_last)
-
-    def held(self, weight: Tensor, out: Tensor | None = None) -> AtRest:
-        """Frozen, with its weight: so that W~ of many can be computed in one call, in `out` if that is of use."""
-        assert self.packed is not None
-        return AtRest(Packed(weight, self.packed, self.constants, out), *self._broadcast(weight))
-
-    def _broadcast(self, weight: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
-        """How the weight and a vector of channels broadcast."""
-        if self.rule.per_channel:
-            return torch.Size(self.weight.grouped_shape), self.weight.channel_shape
-        return weight.shape, ()
+            return Operands(_shaped(weight, shape), mask, k, out=None if out is None else _shaped(out, shape))
+        channels_last = self.channels_last and weight.dim() == 4 and weight.shape == shape
+        ours = rule.threshold, rule.surrogate, self.k2_scaled_by_r, channels_last
+        return Operands(_shaped(weight, shape), _shaped(mask, shape), k, *ours)
 
     def values(self) -> Tensor:
-        """k0..k3, (4,) or (4, channels), constants included."""
-        size = None
-        if self.k2_scaled_by_r and self.scores is not None:
-            channel = self.weight.channel_shape if self.rule.per_channel else ()
-            view = self.scores.view(self.weight.grouped_shape) if self.rule.per_channel else self.scores
-            size = mean_size(view.detach(), self.rule.threshold, channel)
-        return self._coordinates().values(self.constants, self.k, self.k1, size)
+        """k0..k3, (4,) or (4, channels), constants included.
 
-    def _coordinates(self) -> Coordinates:
-        return Coordinates(self.rule.kept, self.k2_scaled_by_r)
+        Where k2 is scaled by R, it is 2 * mean(abs(R)) * exp(PACE * its row of k), and k1 is `k1` - k2 / 2: W~ moves
+        by the mean size of R, up or down as R's sign says, and learns quickly whether that is too much or too little.
+        """
+        if self.k is None and self.k1 is None:
+            return self.constants
+        rows = list(self.constants.unbind())
+        for index, row in zip(self.rule.kept, () if self.k is None else self.k.unbind(), strict=True):
+            rows[index] = row
+        if self.k1 is not None:
+            rows[1] = self.k1
+        if self.k2_scaled_by_r:
+            half = self._mean_size() * torch.exp(PACE * rows[2])
+            rows[1], rows[2] = rows[1] - half, 2 * half
+        return torch.stack(rows)
+
+    @torch.no_grad()
+    def _mean_size(self) -> Tensor:
+        """How far R is from its threshold, the mean over the layer or over each channel."""
+        assert self.scores is not None
+        apart = self.scores if self.rule.threshold == 0 else self.scores - self.rule.threshold
+        if not self.rule.per_channel:
+            size: Tensor = torch.linalg.vector_norm(apart, 1) / apart.numel()
+            return size
+        sums = apart.view(self.weight.grouped_shape).abs().sum_to_size(self.weight.channel_shape)
+        return (sums * (sums.numel() / apart.numel())).flatten()
 
     @torch.no_grad()
     def scale_k2_by_r(self, reach: float, rng: torch.Generator) -> None:
-        """Let k2 follow R, which begins at random within this reach: W~ = W ± mean|R|, times a factor that is learned.
+        """Scale k2 by R, which begins at random within this reach: W~ = W ± mean|R|, times a factor that is learned.
 
         From the paper's start, where k2 = 0, a bit's meaning changes whenever k2 changes its sign, and what R has
         gathered until then is lost. Here R is what fine-tuning would add to W, and W~ has its sign and mean size: a bit
@@ -212,6 +131,41 @@ class Masked(Transform):
     def _is_at_start(self) -> bool:
         start, learned = self.constants.new_tensor(START), self.rule.learned
         return not self.k2_scaled_by_r and bool((self.values().view(4, -1)[learned] == start[learned, None]).all())
+
+    @torch.no_grad()
+    def start_at(self, scores: Tensor, k: Tensor) -> None:
+        """Begin with these R and k, (4, channels) or (4, 1)."""
+        rows = k if self.rule.per_channel else k.squeeze(1)
+        assert self.scores is not None
+        self.scores.copy_(scores)
+        if self.k is not None:
+            self.k.copy_(rows[list(self.rule.kept)])
+        if self.k1 is not None:
+            self.k1.copy_(rows[1])
+
+    @torch.no_grad()
+    def start_as(self, other: "Masked", weight: Tensor) -> None:
+        """Begin with another transform's mask and k: W~ is the same to the last bit.
+
+        R lies as far from its threshold as a bit moves its weight to either side, |k2 + k3 W| / 2, in the mean over the
+        layer: as if R were what was added to W, so that turning a bit takes as many steps as the way back to W would.
+        """
+        k, name = other.values(), self.weight.name
+        if k.shape != self.constants.shape:
+            raise TaskError(
+                f"{name!r} has other k there, one per layer or one per channel: give both tasks the same `per`"
+            )
+        for index, value in enumerate(self.rule.fixed):
+            if value is not None and bool((k[index] != value).any()):
+                raise TaskError(
+                    f"{name!r} has k{index} = {k[index].flatten()[0].item():.4g} there, where it is to stay {value:g} "
+                    "here: give both tasks the same options"
+                )
+        _, _, k2, k3 = k.view(4, *(self.weight.channel_shape if self.rule.per_channel else ()))
+        size = (k2 + k3 * weight.detach().float().view(self.weight.grouped_shape)).abs().mean() / 2
+        size = size.clamp(min=LEAST)
+        scores = torch.where(other.mask().to(size.device), size, -size) + self.rule.threshold
+        self.start_at(scores, k.view(4, -1))
 
     def role(self, parameter: str) -> str:
         return parameter
@@ -238,11 +192,6 @@ class Masked(Transform):
         packed = self.packed if self.packed is not None else pack(self.mask())
         return {"mask": packed, "k": self.values().detach()}
 
-    def train(self, mode: bool = True) -> Self:
-        """All that the mode comes to where no modules are inside; a task has dozens of masks."""
-        self.__dict__["training"] = mode
-        return self
-
     def restore(self, parts: Mapping[str, Tensor]) -> None:
         expect(self._sizes(), parts)
         self._hold(parts["mask"], parts["k"])
@@ -251,17 +200,41 @@ class Masked(Transform):
         k = (4, self.weight.outputs) if self.rule.per_channel else (4,)
         return {"mask": (packed_size(self.weight.shape.numel()),), "k": k}
 
-    def _hold(self, mask: Tensor | None, k: Tensor | None) -> None:
-        self._parameters.update(scores=None, k=None, k1=None)
-        self._buffers.update(packed=mask, constants=k)
+    def _hold(self, mask: Tensor, k: Tensor) -> None:
+        self.scores = self.k = self.k1 = None
+        self.packed, self.constants, self.k2_scaled_by_r = mask, k, False
+
+    def get_extra_state(self) -> Tensor:
+        """Whether k2 is scaled by R: without it, the same tensors stand for another W~."""
+        return torch.tensor(self.k2_scaled_by_r)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.k2_scaled_by_r = bool(state)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        if self.scores is not None and f"{prefix}packed" in state_dict:
+            raise TaskError(
+                f"{self.weight.name!r} is learning, and this state is of a frozen task: call freeze() on the task first"
+            )
+        if self.scores is None and f"{prefix}scores" in state_dict:
+            raise TaskError(
+                f"{self.weight.name!r} is frozen, and this state is of a task that learns: add the task anew for it"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def transformed(transforms: Mapping[str, Transform], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """W~ of each weight by its transform: all frozen masks at once, all that learn, and the rest one by one."""
+def transformed(
+    transforms: Mapping[str, Transform], weights: Mapping[str, Tensor], out: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """W~ of each weight by its transform: all frozen masks at once, all that learn, and the rest one by one.
+
+    W~ of a frozen mask may be written to the weight's tensor in `out`, which then is what is returned.
+    """
     masks = {name: transform for name, transform in transforms.items() if isinstance(transform, Masked)}
-    frozen = {name: mask.held(weights[name]) for name, mask in masks.items() if mask.scores is None}
-    learning = {name: mask.learning(weights[name]) for name, mask in masks.items() if mask.scores is not None}
-    found = dict(zip(frozen, from_bits(list(frozen.values())), strict=True))
+    given = {name: mask.operands(weights[name], (out or {}).get(name)) for name, mask in masks.items()}
+    frozen = {name: one for name, one in given.items() if one.is_packed}
+    learning = {name: one for name, one in given.items() if not one.is_packed}
+    found = dict(zip(frozen, compute(list(frozen.values())), strict=True))
     found |= zip(learning, learned(list(learning.values())), strict=True)
     return {
         name: _shaped(found[name], weights[name].shape) if name in found else transform(weights[name])
@@ -269,16 +242,13 @@ def transformed(transforms: Mapping[str, Transform], weights: Mapping[str, Tenso
     }
 
 
-def one_by_one(
-    transforms: Mapping[str, Transform], weights: Mapping[str, Tensor], outs: Mapping[str, Tensor]
-) -> dict[str, Callable[[], Tensor]]:
-    """W~ of each weight at rest as a call, which leaves it in the weight's out if that is of use."""
-    masks = {name: mask for name, mask in transforms.items() if isinstance(mask, Masked) and mask.scores is None}
-    held = [mask.held(weights[name], outs[name]) for name, mask in masks.items()]
-    found = dict(zip(masks, affine.one_by_one(held), strict=True))
-    return {name: found.get(name, partial(transform, weights[name])) for name, transform in transforms.items()}
+def one_by_one(transforms: Any, weights: Any, outs: Any) -> dict[str, Any]:
+    def call(name: str) -> Any:
+        return lambda: transformed({name: transforms[name]}, weights, outs)[name]
+
+    return {name: call(name) for name in transforms}
 
 
 def _shaped(tensor: Tensor, shape: torch.Size) -> Tensor:
-    """A view costs as much as a small kernel."""
+    """A view would have other strides where a dimension has size 1, and convolutions look at those."""
     return tensor if tensor.shape == shape else tensor.view(shape)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bitgraft.transforms.affine import AtRest, from_bits, strided_like, widened
+from bitgraft.transforms.affine import Operands, compute
+from bitgraft.transforms.base import Transform, expect, strided_like, widened
 from bitgraft.transforms.bits import unpack
-from bitgraft.transforms.cpu import Packed
-from bitgraft.transforms.masked import Masked, Transform, expect
+from bitgraft.transforms.masked import Masked
 
 PART = "borrowed"  # what a file calls the k of earlier tasks' masks
 
@@ -22,7 +22,7 @@ def mixed(weight: Tensor, masks: Sequence[Tensor], k: Tensor) -> Tensor:
     """
     total = torch.zeros_like(weight)
     for packed, row in zip(masks, k, strict=True):
-        total += from_bits([AtRest(Packed(weight, packed, F.pad(row, (2, 0))), weight.shape)])[0]
+        total += compute([Operands(weight, packed, F.pad(row, (2, 0)))])[0]
     return total
 
 
@@ -95,5 +95,5 @@ def own_mask(transform: nn.Module | None) -> Masked | None:
 
 
 def _bits(transform: Masked) -> Tensor:
-    assert transform.packed is not None, "a mask that others lean on is frozen"
+    assert transform.packed is not None, "a mask that other tasks use is frozen"
     return transform.packed

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from bitgraft.training.cpu import products, winograd
+from bitgraft.training.cpu import fast_convolutions, products, winograd
 from bitgraft.training.cpu.convolutions import Convolutions, _Convolution
-from bitgraft.transforms import cpu
+from bitgraft.transforms import kernels
 
 
 def gradients(x, weight, bias, **kwargs):
@@ -137,9 +137,16 @@ def test_which_way_a_convolution_goes(monkeypatch, x, weight, how, ways):
 
 
 def test_where_there_are_no_compiled_loops_there_are_no_tiles(monkeypatch):
-    monkeypatch.setattr(cpu, "native", lambda: None)
+    monkeypatch.setattr(kernels, "loops", lambda module: None)
     gone = by_hand(monkeypatch)
     with Convolutions():
         _, _, name = gradients(torch.randn(32, 32, 8, 8), torch.randn(32, 32, 3, 3), None, padding=1)
     assert name == "ConvolutionBackward0"
     assert not gone
+
+
+@pytest.mark.parametrize(("switch", "name"), [("on", "_ConvolutionBackward"), ("off", "ConvolutionBackward0")])
+def test_one_switch_leaves_convolutions_to_pytorch(monkeypatch, switch, name):
+    monkeypatch.setenv("BITGRAFT_KERNELS", switch)
+    with fast_convolutions(torch.device("cpu")):
+        assert gradients(torch.randn(2, 4, 2, 2), torch.randn(4, 4, 3, 3), None, padding=1)[2] == name

@@ -131,9 +131,10 @@ def _taken(
     """The arguments of `_Convolution`, if this convolution is one for it."""
     plain = input.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     learns = weight.requires_grad and torch.is_grad_enabled()
-    if not plain or not learns or not is_simple(input, weight, padding, groups) or input.dim() != 4:
+    dense_or_depthwise = groups == 1 or groups == input.shape[1] == weight.shape[0]
+    if not plain or not learns or not dense_or_depthwise or isinstance(padding, str) or input.dim() != 4:
         return None
-    stride, padding, dilation = pair(stride), pair(padding), pair(dilation)
+    stride, padding, dilation = _pair(stride), _pair(padding), _pair(dilation)
     kernel = weight.shape[2], weight.shape[3]
     height, width = (
         (input.shape[i + 2] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in (0, 1)
@@ -144,10 +145,5 @@ def _taken(
     return (input, weight, bias, shape) if shape.learns_fast else None
 
 
-def is_simple(input: Tensor, weight: Tensor, padding: Any, groups: int) -> bool:
-    """Whether it is a convolution for `products.weight_gradient`: dense or depthwise, its padding in numbers."""
-    return not isinstance(padding, str) and (groups == 1 or groups == input.shape[1] == weight.shape[0])
-
-
-def pair(value: Any) -> Pair:
+def _pair(value: Any) -> Pair:
     return (value, value) if isinstance(value, int) else (value[0], value[-1])

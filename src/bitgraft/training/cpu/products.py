@@ -17,87 +17,53 @@ Pixels = tuple[slice, slice, slice]
 
 def convolved(x: Tensor, weight: Tensor, size: Pair, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
     """A dense convolution, whose output is of this size."""
-    inputs, sums = x.permute(0, 2, 3, 1), _Sums(x, (len(x), *size, len(weight)))
+    inputs, out = x.permute(0, 2, 3, 1), x.new_zeros(len(x), *size, len(weight))
     for i, j, before, after in _meetings(x.shape[2:], size, weight.shape[2:], stride, padding, dilation):
-        sums.add(after, _rows(inputs, before) @ weight[:, :, i, j].t())
-    return sums.total().permute(0, 3, 1, 2)
+        _add(out[after], _rows(inputs[before]) @ weight[:, :, i, j].t())
+    return out.permute(0, 3, 1, 2)
 
 
 def input_gradient(x: Tensor, grad: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
     """dE/dx of a dense convolution."""
-    grads, sums = grad.permute(0, 2, 3, 1), _Sums(grad, (len(x), *x.shape[2:], x.shape[1]))
+    grads, out = grad.permute(0, 2, 3, 1), grad.new_zeros(len(x), *x.shape[2:], x.shape[1])
     for i, j, before, after in _meetings(x.shape[2:], grad.shape[2:], weight.shape[2:], stride, padding, dilation):
-        sums.add(before, _rows(grads, after) @ weight[:, :, i, j])
-    return sums.total().permute(0, 3, 1, 2)
+        _add(out[before], _rows(grads[after]) @ weight[:, :, i, j])
+    return out.permute(0, 3, 1, 2)
 
 
 def weight_gradient(x: Tensor, grad: Tensor, shape: torch.Size, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
     """dE/dW of a dense or depthwise convolution: for each place of the kernel, the sum over images and pixels of dE/dy
     times the input that it met there."""
     inputs, grads = x.permute(0, 2, 3, 1), grad.permute(0, 2, 3, 1)
-    meetings = _meetings(x.shape[2:], grad.shape[2:], shape[2:], stride, padding, dilation)
-    out = grad.new_empty(shape[0], *shape[2:], shape[1])
-    if len(meetings) < shape[2] * shape[3]:
-        out.zero_()
-    for i, j, before, after in meetings:
+    out = grad.new_zeros(shape[0], *shape[2:], shape[1])
+    for i, j, before, after in _meetings(x.shape[2:], grad.shape[2:], shape[2:], stride, padding, dilation):
         if x.shape[1] == shape[1]:
-            torch.mm(_rows(grads, after).t(), _rows(inputs, before), out=out[:, i, j])
+            torch.mm(_rows(grads[after]).t(), _rows(inputs[before]), out=out[:, i, j])
         else:
-            torch.sum(_some(inputs, before) * _some(grads, after), (0, 1, 2), out=out[:, i, j, 0])
+            torch.sum(inputs[before] * grads[after], (0, 1, 2), out=out[:, i, j, 0])
     return out.permute(0, 3, 1, 2)
 
 
-class _Sums:
-    """Products that are added up, each over some pixels of a map."""
+def _add(some: Tensor, product: Tensor) -> None:
+    some += product.view(some.shape)
 
-    def __init__(self, like: Tensor, shape: tuple[int, ...]) -> None:
-        self.like, self.shape = like, shape
-        self.sum: Tensor | None = None
 
-    def add(self, pixels: Pixels | None, product: Tensor) -> None:
-        if self.sum is None and pixels is None:
-            self.sum = product.view(self.shape)
-            return
-        some = _some(self.total(), pixels)
-        some += product.view(some.shape)
-
-    def total(self) -> Tensor:
-        if self.sum is None:
-            self.sum = self.like.new_zeros(self.shape)
-        return self.sum
+def _rows(map: Tensor) -> Tensor:
+    return map.reshape(-1, map.shape[3])
 
 
 @functools.lru_cache(maxsize=1024)
 def _meetings(
     inputs: Sequence[int], outputs: Sequence[int], kernel: Sequence[int], stride: Pair, padding: Pair, dilation: Pair
-) -> list[tuple[int, int, Pixels | None, Pixels | None]]:
-    """The places of a kernel that meet more than padding: which inputs, and at which outputs, None for all of them. The
-    middle comes first, which mostly meets all."""
+) -> list[tuple[int, int, Pixels, Pixels]]:
+    """The places of a kernel that meet more than padding: which inputs, and at which outputs."""
     found = []
-    for i, j in itertools.product(_from_the_middle(kernel[0]), _from_the_middle(kernel[1])):
+    for i, j in itertools.product(range(kernel[0]), range(kernel[1])):
         rows = _met(i, inputs[0], outputs[0], stride[0], padding[0], dilation[0])
         columns = _met(j, inputs[1], outputs[1], stride[1], padding[1], dilation[1])
         if rows is not None and columns is not None:
-            before, after = zip(rows, columns, strict=True)
-            found.append((i, j, _unless_all(before, inputs), _unless_all(after, outputs)))
+            found.append((i, j, (slice(None), rows[0], columns[0]), (slice(None), rows[1], columns[1])))
     return found
-
-
-def _from_the_middle(size: int) -> list[int]:
-    return sorted(range(size), key=lambda place: abs(place - size // 2))
-
-
-def _unless_all(pixels: tuple[slice, slice], size: Sequence[int]) -> Pixels | None:
-    whole = [range(*one.indices(length)) == range(length) for one, length in zip(pixels, size, strict=True)]
-    return None if all(whole) else (slice(None), *pixels)
-
-
-def _some(map: Tensor, pixels: Pixels | None) -> Tensor:
-    return map if pixels is None else map[pixels]
-
-
-def _rows(map: Tensor, pixels: Pixels | None) -> Tensor:
-    return _some(map, pixels).reshape(-1, map.shape[3])
 
 
 def _met(place: int, size: int, outputs: int, stride: int, padding: int, dilation: int) -> tuple[slice, slice] | None:

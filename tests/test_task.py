@@ -1,0 +1,131 @@
+"""A task's state dict is the whole task, at any time."""
+
+import copy
+import io
+
+import pytest
+import safetensors.torch
+import torch
+from tiny import batch, run, tiny
+from torch.utils.data import TensorDataset
+
+from bitgraft import Network, TaskError, fit
+from bitgraft.training import cpu
+from bitgraft.training.callbacks import Callback
+from bitgraft.training.config import preset
+
+
+def network(**options) -> Network:
+    net = Network(tiny())
+    net.add_task("t", classes=3, **options)
+    return net.eval()
+
+
+def saved(state):
+    """Through a file, as checkpoints go."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def as_safetensors(state):
+    return safetensors.torch.load(safetensors.torch.save(state))
+
+
+class Midway(Callback):
+    """After a few steps: what the task gives, a copy of its state, and its file."""
+
+    def __init__(self, net, path) -> None:
+        self.net, self.path = net, path
+        self.answer = self.state = None
+
+    def step(self, epoch, step, images) -> None:
+        if epoch == 1:
+            task = self.net.tasks["t"].eval()
+            cpu.set_channels_last(task, False)  # as other networks run it: sums are rounded in another order
+            self.answer, self.state = run(self.net, batch(), task="t"), copy.deepcopy(task.state_dict())
+            self.net.save_task("t", self.path)
+            task.train()
+
+
+def trained(tmp_path, **options) -> tuple[Network, Midway]:
+    net, x = network(**options), batch(24)
+    seen = Midway(net, tmp_path / "midway.safetensors")
+    config = preset("quick", "full").changed(epochs=2, batch=8)
+    fit(net, "t", TensorDataset(x, torch.arange(24) % 3), None, config, callbacks=[seen])
+    net.eval()
+    return net, seen
+
+
+@pytest.mark.parametrize("through", [dict, saved, as_safetensors])
+@pytest.mark.parametrize("per", ["layer", "channel"])
+def test_a_state_dict_holds_a_trained_task(per, through, tmp_path):
+    net, _ = trained(tmp_path, per=per)
+    expected = run(net, batch(), task="t")
+    fresh = network(per=per, seed=1)
+    assert not torch.equal(run(fresh, batch(), task="t"), expected)
+    fresh.tasks["t"].load_state_dict(through(net.tasks["t"].state_dict()))
+    assert torch.equal(run(fresh, batch(), task="t"), expected)
+    whole = network(per=per, seed=2)
+    whole.load_state_dict(through(net.state_dict()))
+    assert torch.equal(run(whole, batch(), task="t"), expected)
+    fresh.tasks["t"].freeze()
+    assert torch.equal(run(fresh, batch(), task="t"), expected)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_dict_holds_a_task_in_the_middle_of_training(assign, tmp_path):
+    net, seen = trained(tmp_path)
+    assert any("_input_means" in name for name in seen.state)
+    fresh = network(seed=1)
+    fresh.tasks["t"].load_state_dict(seen.state, assign=assign)
+    assert torch.equal(run(fresh, batch(), task="t"), seen.answer)
+    again = network(seed=2)
+    again.tasks["t"].load_state_dict(fresh.tasks["t"].state_dict())
+    assert torch.equal(run(again, batch(), task="t"), seen.answer)
+    again.tasks["t"].load_state_dict(net.tasks["t"].state_dict())  # which has no means any more
+    assert torch.equal(run(again, batch(), task="t"), run(net, batch(), task="t"))
+    fresh.tasks["t"].freeze()
+    assert torch.equal(run(fresh, batch(), task="t"), seen.answer)
+
+
+def test_so_does_a_file(tmp_path):
+    _, seen = trained(tmp_path)
+    other = Network(tiny()).eval()
+    other.load_task(seen.path)
+    assert torch.equal(run(other, batch(), task="t"), seen.answer)
+
+
+def test_part_of_a_state_leaves_the_means_alone(tmp_path):
+    _, seen = trained(tmp_path)
+    fresh = network()
+    fresh.tasks["t"].load_state_dict(seen.state)
+    fresh.tasks["t"].load_state_dict({}, strict=False)
+    assert torch.equal(run(fresh, batch(), task="t"), seen.answer)
+
+
+def test_a_frozen_task_and_one_that_learns_do_not_take_each_others_state(tmp_path):
+    net, _ = trained(tmp_path)
+    learning, expected = copy.deepcopy(net.tasks["t"].state_dict()), run(net, batch(), task="t")
+    net.tasks["t"].freeze()
+    frozen, fresh = net.tasks["t"].state_dict(), network()
+    before = run(fresh, batch(), task="t")
+    for strict in (True, False):
+        with pytest.raises(TaskError, match=r"is learning, and this state is of a frozen task: call freeze\(\)"):
+            fresh.tasks["t"].load_state_dict(frozen, strict=strict)
+        with pytest.raises(TaskError, match="is frozen, and this state is of a task that learns"):
+            net.tasks["t"].load_state_dict(learning, strict=strict)
+    assert torch.equal(run(fresh, batch(), task="t"), before)
+    fresh.tasks["t"].freeze().load_state_dict(frozen)
+    assert torch.equal(run(fresh, batch(), task="t"), expected)
+    assert torch.equal(run(net, batch(), task="t"), expected)
+
+
+def test_a_state_of_another_backbone_or_an_older_one_is_refused(tmp_path):
+    _, seen = trained(tmp_path)
+    fresh = network()
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        fresh.tasks["t"].load_state_dict({**seen.state, "_input_means.·elsewhere·weight": torch.zeros(1)})
+    with pytest.raises(RuntimeError, match="_extra_state"):
+        fresh.tasks["t"].load_state_dict({n: t for n, t in seen.state.items() if "_extra_state" not in n})
