@@ -82,19 +82,19 @@ class Task(nn.Module):
         held = [*self._owned._parameters.items(), *self._owned._buffers.items()]
         return {dotted(key): tensor for key, tensor in held if tensor is not None}
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The replacement tensors, by the backbone's own names, in the backbone's dtypes."""
-        held = self._tensors_as_held()
+    def tensors(self, out: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The replacement tensors, by the backbone's own names, in its dtypes; masked weights in `out` if given."""
+        held = self._tensors_as_held(out)
         held.update((name, bias.to(held[name].dtype)) for name, bias in self._corrected_biases(held).items())
         return held
 
-    def _tensors_as_held(self) -> dict[str, Tensor]:
+    def _tensors_as_held(self, out: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         replaced = {name: self.anatomy.tensor(name) for name in self.shared}
         transforms = self.transforms
         weights = {name: self.anatomy.tensor(name) for name in transforms}
         with self._own_precision():
             given = {name: w if name in self.shared else w.detach() for name, w in weights.items()}
-            replaced.update(transformed(transforms, given))
+            replaced.update(transformed(transforms, given, out))
         for name, tensor in self.owned.items():
             replaced[name] = tensor.to(self.anatomy.tensor(name).dtype)
         return replaced

@@ -256,10 +256,13 @@ class Masked(Transform):
         self._buffers.update(packed=mask, constants=k)
 
 
-def transformed(transforms: Mapping[str, Transform], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def transformed(
+    transforms: Mapping[str, Transform], weights: Mapping[str, Tensor], out: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """W~ of each weight by its transform: all frozen masks at once, all that learn, and the rest one by one."""
     masks = {name: transform for name, transform in transforms.items() if isinstance(transform, Masked)}
-    frozen = {name: mask.held(weights[name]) for name, mask in masks.items() if mask.scores is None}
+    out = out or {}
+    frozen = {name: mask.held(weights[name], out.get(name)) for name, mask in masks.items() if mask.scores is None}
     learning = {name: mask.learning(weights[name]) for name, mask in masks.items() if mask.scores is not None}
     found = dict(zip(frozen, from_bits(list(frozen.values())), strict=True))
     found |= zip(learning, learned(list(learning.values())), strict=True)
