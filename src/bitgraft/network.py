@@ -146,7 +146,7 @@ class Network(nn.Module):
             head=kind,
             classes=names,
             preprocessing=dict(heads.stated_preprocessing(self.backbone) if preprocessing is None else preprocessing),
-            leans_on={task.name: dependencies.fingerprint(task) for task in before},
+            depends_on={task.name: dependencies.fingerprint(task) for task in before},
         )
         task = Task(metadata, self.anatomy, transforms, {**owned, **tensors}, module)
         if first is not None:
@@ -186,8 +186,8 @@ class Network(nn.Module):
             )
         before = dependencies.found(filed.metadata, self.tasks)
         if before:
-            filed = archive.lean(filed, [task.name for task in before])
-        task = restore.revive(filed, self.anatomy, [task.transforms for task in before], head)
+            filed = archive.rename_dependencies(filed, [task.name for task in before])
+        task = restore.restore_task(filed, self.anatomy, [task.transforms for task in before], head)
         dependencies.hold(before)
         return self._keep(task)
 
@@ -299,12 +299,6 @@ class Network(nn.Module):
         with self._lock:
             self._modules_at_work.drop()
             self._spare = SpareModule()
-        return self
-
-    def to_empty(self, *, device: Any, recurse: bool = True) -> "Network":
-        """Move without values: load some before anything is saved."""
-        super().to_empty(device=device, recurse=recurse)
-        self._fingerprint.forget()
         return self
 
     def __getstate__(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from tiny import batch, learn, run, tiny
 from torch import nn
 from torch.nn import functional as F
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 from bitgraft import Network
 from bitgraft.errors import TaskError
@@ -177,7 +177,7 @@ def test_tasks_that_are_not_kept_take_turns_in_the_same_memory(tmp_path):
 
 def test_a_budget_of_memory_counts_as_a_number_of_tasks_does():
     x = batch(8)
-    net = taught(tiny(), x, active=8, memory=1)
+    net = taught(tiny(), x, ("full", "simple", "piggyback"), active=8, memory=1)
     assert_as_one_by_one(net, x)
     assert len(net.resident) <= 1
 
@@ -247,3 +247,28 @@ def test_the_task_may_come_second():
     assert torch.equal(run(net, x, "a"), run(net, x, task="a"))
     with torch.no_grad():
         assert all(map(torch.equal, net(x, NAMES), net(x, task=NAMES)))
+
+
+class OneTask(nn.Module):
+    """What transformers' Trainer takes: a module with the task's parameters, called with a batch by name."""
+
+    def __init__(self, net: Network, name: str) -> None:
+        super().__init__()
+        self.task, self._net, self._name = net.tasks[name], (net,), name
+
+    def forward(self, **inputs):
+        return self._net[0](**inputs, task=self._name)
+
+
+def test_transformers_trainer_trains_a_task(tmp_path):
+    net = Network(bert(), example=torch.zeros(1, 4, dtype=torch.long))
+    net.add_task("t", classes=3)
+    before, columns = run(net.eval(), **text(), task="t"), text()
+    data = [{**{key: value[i] for key, value in columns.items()}, "labels": i % 3} for i in range(8)]
+    settings = {"max_steps": 2, "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
+    arguments = TrainingArguments(str(tmp_path), remove_unused_columns=False, learning_rate=0.01, **settings)
+    weights = {name: tensor.clone() for name, tensor in net.backbone.state_dict().items()}
+    trainer = Trainer(OneTask(net, "t"), arguments, train_dataset=data)
+    assert trainer.train().training_loss > 0
+    assert not torch.equal(run(net.eval(), **text(), task="t"), before)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in net.backbone.state_dict().items())

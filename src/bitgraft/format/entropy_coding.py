@@ -1,18 +1,14 @@
 """Bytes in about as many bits as they have entropy: range asymmetric numeral systems (rANS, Duda 2013), in NumPy.
 
 Byte i belongs to lane i mod L. All lanes move together, a step for each of their bytes, and take 16-bit words from one
-stream, in their order, whenever their state falls below 2^16. `docs/format.md` has the layout. Long streams are decoded
-by `bitgraft.transforms.cpu_loops`, where that can be had.
+stream, in their order, whenever their state falls below 2^16. `docs/format.md` has the layout.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bitgraft.transforms import cpu
-
 SCALE = 14  # frequencies add up to 2^14
 LOW = 1 << 16  # states are at least this, and below 2^32
-LONG = 1 << 10  # bytes from which on a compiled loop is worth it
 Bytes = NDArray[np.uint8]
 
 
@@ -48,37 +44,20 @@ def decode(coded: Bytes, count: int) -> Bytes:
     width, base = frequencies.astype(np.uint64), _bases(frequencies)
     states = np.frombuffer(coded[513 : 513 + 4 * lanes].tobytes(), "<u4").astype(np.uint64)
     words = np.frombuffer(coded[513 + 4 * lanes :].tobytes(), "<u2").astype(np.uint64)
-    out = np.empty(count, np.uint8)
-    compiled = cpu.native() if count >= LONG else None
-    read = (compiled.unroll if compiled else _unroll)(states, words, symbol_of, width, base, out)
-    if read < 0:
-        raise ValueError("it ends too early")
-    if read != len(words) or (states != LOW).any():
-        raise ValueError("it does not end where it should")
-    return out
-
-
-def _unroll(
-    states: NDArray[np.uint64],
-    words: NDArray[np.uint64],
-    symbol_of: Bytes,
-    width: NDArray[np.uint64],
-    base: NDArray[np.uint64],
-    out: Bytes,
-) -> int:
-    """Fill `out`, and leave the states as they are then. The number of words that it took, -1 if there are too few."""
-    lanes, read = len(states), 0
-    for start in range(0, len(out), lanes):
-        active = states[: min(lanes, len(out) - start)]
+    out, read = np.empty(count, np.uint8), 0
+    for start in range(0, count, lanes):
+        active = states[: min(lanes, count - start)]
         slots = active & np.uint64((1 << SCALE) - 1)
         out[start : start + lanes] = symbols = symbol_of[slots]
         active[:] = width[symbols] * (active >> np.uint64(SCALE)) + slots - base[symbols]
         empty = np.flatnonzero(active < LOW)
         if read + len(empty) > len(words):
-            return -1
+            raise ValueError("it ends too early")
         active[empty] = active[empty] << np.uint64(16) | words[read : read + len(empty)]
         read += len(empty)
-    return read
+    if read != len(words) or (states != LOW).any():
+        raise ValueError("it does not end where it should")
+    return out
 
 
 def _bases(frequencies: NDArray[np.int64]) -> NDArray[np.uint64]:

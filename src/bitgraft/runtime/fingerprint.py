@@ -17,26 +17,28 @@ class Fingerprint:
     def __init__(self, anatomy: Anatomy) -> None:
         self._anatomy = anatomy
         self._known: tuple[str, Snapshot] | None = None
+        self._rounded = False
 
     def value(self) -> str:
         """The fingerprint of the weights as they are now."""
         known = self._current()
         if known is None:
-            known = self._anatomy.fingerprint()
-            self._keep(known)
+            self.forget()
+            self._keep(known := self._anatomy.fingerprint())
         return known
 
     def forget(self) -> None:
-        self._known = None
+        self._known, self._rounded = None, False
 
     @contextmanager
     def carried(self, *, rounds: bool) -> Iterator[None]:
-        """Keep the fingerprint while the weights are moved or rounded: a rounded network still takes its tasks."""
-        known = self.value() if rounds and not self._is_meta() else self._current()
+        """Keep the fingerprint while the weights are rounded, and moved after that: they still take their tasks."""
+        known = self.value() if rounds and not self._is_meta() else self._current() if self._rounded else None
         yield
         self.forget()
         if known is not None and not self._is_meta():
             self._keep(known)
+            self._rounded = True
 
     def _current(self) -> str | None:
         if self._known is None or not self._known[1].matches(self._covered()):
@@ -61,9 +63,9 @@ class Fingerprint:
         return any(tensor.is_meta for tensor in self._covered())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_anatomy": self._anatomy, "_known": self._current()}
+        return {"_anatomy": self._anatomy, "_known": self._current(), "_rounded": self._rounded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_anatomy"])  # type: ignore[misc]
+        self._anatomy, self._known, self._rounded = state["_anatomy"], None, state["_rounded"]
         if state["_known"] is not None:
-            self._keep(state["_known"])
+            self._keep(state["_known"])  # for the copied tensors

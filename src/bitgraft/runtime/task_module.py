@@ -151,7 +151,8 @@ class TaskModule:
         model = self.task.anatomy.tensor(name)
         if not isinstance(model, nn.Parameter):
             return tensor
-        return nn.Parameter(tensor.detach(), requires_grad=model.requires_grad and not self._grad)
+        asks = model.requires_grad and not self._grad and not tensor.is_inference()
+        return nn.Parameter(tensor.detach(), requires_grad=asks)
 
     def _drop_after_backward(self, tensors: Mapping[str, Tensor]) -> None:
         """Let go of each weight as soon as its gradient is whole: that takes its place in memory. Nobody sees this
