@@ -20,7 +20,7 @@
         ├── WrongBackboneError belongs to another backbone
         ├── UnsafeNameError    a task name that is no plain file name
         ├── ClassesError       the class list does not fit the head
-        └── MissingTaskError   leans on a task that is not here
+        └── MissingTaskError   depends on a task that is not here
 
 Every message says what is wrong, where, and what to do.
 """

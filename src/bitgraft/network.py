@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -16,9 +16,9 @@ from bitgraft.backbone.weight_files import write_weights
 from bitgraft.errors import TaskError, UnknownTaskError, WrongBackboneError
 from bitgraft.format import archive, dependencies, restore
 from bitgraft.methods import registry
-from bitgraft.runtime import heads
-from bitgraft.runtime.mixed_batch import Mixture
-from bitgraft.runtime.module_cache import ModuleCache
+from bitgraft.runtime import grouping, heads
+from bitgraft.runtime.fingerprint import Fingerprint
+from bitgraft.runtime.module_cache import ModuleCache, SpareModule, computed_bytes
 from bitgraft.runtime.task_module import TaskModule
 from bitgraft.task import Metadata, Task, check_name, dotless, dotted
 
@@ -56,12 +56,15 @@ class Network(nn.Module):
         self._tasks = nn.ModuleDict()
         self._original = Task(Metadata(original, "classifier", {}, "keep"), self.anatomy, {}, {}, None)
         self.joint = False  # the weights that tasks share may learn: of a `joint_copy`, until it is trained
-        self._fingerprint: str | None = None
-        self._modules_at_work = ModuleCache(active, memory)
-        self._pinned: dict[str, TaskModule] = {}
-        self._mixture: Mixture | None = None
-        self._lock = threading.RLock()
+        self._fingerprint = Fingerprint(self.anatomy)
+        self._begin()
         self.train(backbone.training)
+
+    def _begin(self) -> None:
+        """What is not copied or saved along with a network."""
+        self._modules_at_work, self._spare = ModuleCache(self.active, self.memory), SpareModule()
+        self._pinned: dict[str, TaskModule] = {}
+        self._lock = threading.RLock()
 
     @property
     def tasks(self) -> Mapping[str, Task]:
@@ -77,12 +80,15 @@ class Network(nn.Module):
 
     @property
     def fingerprint(self) -> str:
-        """What a task file knows its backbone by: a hash over everything but the head."""
+        """What a task file knows its backbone by: a hash over everything but the head.
+
+        It is computed again once a tensor was exchanged or written to. A network that was rounded (`half()`) keeps the
+        one of the weights it was given, until somebody writes to them. Of writes that torch does not count (through
+        `.data`, NumPy or a fused optimizer) those that leave the first element of a tensor alone go unnoticed.
+        """
         if self.joint:
-            return self.anatomy.fingerprint()  # as it is now: it may learn further
-        if self._fingerprint is None:
-            self._fingerprint = self.anatomy.fingerprint()
-        return self._fingerprint
+            self._fingerprint.forget()  # it may learn further
+        return self._fingerprint.value()
 
     def joint_copy(self) -> "Network":
         """A network with a backbone of its own and no tasks yet, for methods that train what tasks share.
@@ -140,7 +146,7 @@ class Network(nn.Module):
             head=kind,
             classes=names,
             preprocessing=dict(heads.stated_preprocessing(self.backbone) if preprocessing is None else preprocessing),
-            leans_on={task.name: dependencies.fingerprint(task) for task in before},
+            depends_on={task.name: dependencies.fingerprint(task) for task in before},
         )
         task = Task(metadata, self.anatomy, transforms, {**owned, **tensors}, module)
         if first is not None:
@@ -180,8 +186,8 @@ class Network(nn.Module):
             )
         before = dependencies.found(filed.metadata, self.tasks)
         if before:
-            filed = archive.lean(filed, [task.name for task in before])
-        task = restore.revive(filed, self.anatomy, [task.transforms for task in before], head)
+            filed = archive.rename_dependencies(filed, [task.name for task in before])
+        task = restore.restore_task(filed, self.anatomy, [task.transforms for task in before], head)
         dependencies.hold(before)
         return self._keep(task)
 
@@ -198,43 +204,46 @@ class Network(nn.Module):
             found = self._find(task)
             task_module = self._pinned.get(found.name)
             if task_module is None:
-                task_module = self._pinned[found.name] = TaskModule(found).attach_hooks().pin()
+                task_module = self._pinned[found.name] = TaskModule(found).pin()
         task_module.refresh()
         return task_module.module
 
-    def forward(self, images: Tensor, *args: Any, task: str | Sequence[str] | None = None, **kwargs: Any) -> Any:
+    def forward(self, *inputs: Any, task: str | Sequence[str] | None = None, **named: Any) -> Any:
         """Run one task on a batch, or, given one name per image, each image's own.
 
+        Inputs are the backbone's, by position or by name. The task may also come second: `net(images, "flowers")`.
         One task gives what the backbone gives; a list of names gives a list with one tensor of scores per image.
         """
+        if task is None and len(inputs) > 1 and _names_tasks(inputs[1]):
+            task, inputs = inputs[1], (inputs[0], *inputs[2:])
         if task is None or isinstance(task, str):
-            return self.ready(task)(images, *args, **kwargs)
-        return self._mixed(images, list(task), *args, **kwargs)
+            return self.ready(task)(*inputs, **named)
+        return self._mixed(list(task), inputs, named)
 
-    def _mixed(self, images: Tensor, tasks: list[str], *args: Any, **kwargs: Any) -> list[Tensor]:
-        if len(tasks) != len(images):
-            raise TaskError(f"{len(images)} images came with {len(tasks)} task names: give one name per image")
-        rows = {name: [i for i, wanted in enumerate(tasks) if wanted == name] for name in dict.fromkeys(tasks)}
-        found = self._layer_by_layer(images, rows, *args, **kwargs)
-        if found is None:
-            found = [logits(self.ready(name)(images[where], *args, **kwargs)) for name, where in rows.items()]
-        results: list[Tensor] = [images] * len(tasks)
-        for where, scores in zip(rows.values(), found, strict=True):
-            for row, score in zip(where, scores, strict=True):
-                results[row] = score
-        return results
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call,untyped-decorator]
+    def _mixed(self, tasks: list[str], inputs: Sequence[Any], named: Mapping[str, Any]) -> list[Tensor]:
+        """Each task's rows through that task's module."""
+        rows, groups = grouping.rows_by_task(tasks, inputs, named), []
+        with self._spare.lend() as spare:
+            for name, where in rows.items():
+                module = self._module_for(name, rows, spare)
+                part = [grouping.select(value, where, len(tasks)) for value in inputs]
+                rest = {key: grouping.select(value, where, len(tasks)) for key, value in named.items()}
+                groups.append((where, logits(module(*part, **rest))))
+        return grouping.in_order(groups)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _layer_by_layer(
-        self, images: Tensor, rows: Mapping[str, list[int]], *args: Any, **kwargs: Any
-    ) -> list[Tensor] | None:
-        """Scores of tasks that cannot all keep their computed weights, if the backbone can run them in one pass."""
-        tasks = [self._find(name) for name in rows]
+    def _module_for(self, name: str, batch: Iterable[str], spare: SpareModule | None) -> TaskModule:
+        """The module that runs a task in a batch of several: the spare one if not all of them can keep their own."""
         with self._lock:
-            if self._modules_at_work.can_keep(tasks) or any(name in self._pinned for name in rows):
-                return None
-            self._mixture = mixture = self._mixture or Mixture(self.anatomy)
-        return mixture.scores(images, list(zip(tasks, rows.values(), strict=True)), *args, **kwargs)
+            tasks = {other: self._find(other) for other in batch}
+            task = tasks[name]
+            kept = name in self.resident or self._modules_at_work.can_keep(tasks.values())
+            if not kept and spare is not None and spare.takes(task):
+                self._modules_at_work.make_room(computed_bytes(task))
+                return spare.ready(task)
+        ready: TaskModule = self.ready(name)
+        return ready
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def ready(self, name: str | None) -> TaskModule:
@@ -285,17 +294,23 @@ class Network(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Network":
         blank = torch.empty(0, dtype=self.anatomy.dtype)
-        if fn(blank).dtype != blank.dtype and not any(p.is_meta for p in self.backbone.parameters()):
-            _ = self.fingerprint  # of the weights as they were given, before they are rounded
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        with self._fingerprint.carried(rounds=fn(blank).dtype != blank.dtype):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         with self._lock:
             self._modules_at_work.drop()
-            self._mixture = None
+            self._spare = SpareModule()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_modules_at_work": None, "_pinned": None, "_mixture": None, "_lock": None}
+        return {**self.__dict__, **dict.fromkeys(("_modules_at_work", "_spare", "_pinned", "_lock"))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._modules_at_work, self._pinned, self._lock = ModuleCache(self.active, self.memory), {}, threading.RLock()
+        self._begin()
+
+
+def _names_tasks(value: Any) -> bool:
+    """A task's name, or a list of names."""
+    return isinstance(value, str) or (
+        isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(name, str) for name in value)
+    )

@@ -154,7 +154,7 @@ class Store:
     def load(self, net: Network, task: str, *, above: tuple[str, ...] = ()) -> Task:
         """Add a task, and first those that it builds on; `above` are those that wait for this one."""
         waiting, there = (*above, task), self.names()
-        for earlier in self.archive(task).metadata.leans_on:
+        for earlier in self.archive(task).metadata.depends_on:
             if earlier not in net.tasks and earlier not in waiting and earlier in there:
                 self.load(net, earlier, above=waiting)
         return net.load_task(self.path(task), name=task)
@@ -175,7 +175,7 @@ class Store:
 
     def _leant_on(self, task: str) -> list[str]:
         try:
-            return list(self.archive(task).metadata.leans_on.values())
+            return list(self.archive(task).metadata.depends_on.values())
         except ArchiveError:
             return []
 

@@ -33,7 +33,7 @@ class Metadata:
     head: HeadKind
     classes: tuple[str, ...] | None = None
     preprocessing: Mapping[str, Any] = field(default_factory=dict)
-    leans_on: Mapping[str, str] = field(default_factory=dict)
+    depends_on: Mapping[str, str] = field(default_factory=dict)
     """Earlier tasks that this one cannot run without, with their fingerprints (PackNet, borrowed masks), in order."""
 
 

@@ -29,24 +29,6 @@ def test_any_bytes_come_back(content):
     assert entropy_coding.decode(entropy_coding.encode(data), len(data)).tobytes() == content
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1, 3000), st.floats(0, 1), st.integers(0, 2**32), st.integers(0, 10**6), st.integers(0, 255))
-def test_the_compiled_loop_does_as_the_plain_one(count, share, seed, place, change):
-    """With damaged streams, too: the same bytes, the same refusal."""
-    rng = np.random.default_rng(seed)
-    coded = entropy_coding.encode(np.packbits(rng.random(8 * count) < share)).copy()
-    coded[place % len(coded)] ^= change
-    answers = []
-    for long in (0, 1 << 60):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(entropy_coding, "LONG", long)
-            try:
-                answers.append(entropy_coding.decode(coded, count).tobytes())
-            except ValueError as refusal:
-                answers.append(str(refusal))
-    assert answers[0] == answers[1]
-
-
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.99, 1.0])
 def test_the_size_is_near_the_entropy(share):
     data = np.packbits(np.random.default_rng(0).random(8 * 200_000) < share)

@@ -268,7 +268,7 @@ def test_the_specification_computes_what_a_task_leans_on(tmp_path: Path) -> None
         net.add_task(name, classes=2, method="packnet").prune(0.5)
     leans: dict[str, str] = {}
     for name in ("first", "second", "third"):
-        assert net.tasks[name].metadata.leans_on == leans
+        assert net.tasks[name].metadata.depends_on == leans
         net.save_task(name, tmp_path / name)
         about, tensors = read_from_the_specification((tmp_path / name).read_bytes())
         assert about["leans_on"] == leans

@@ -378,7 +378,7 @@ def test_classes_and_kinds_of_head_that_do_not_go_together(tmp_path: Path) -> No
         (put("preprocessing", "x"), CorruptError, "'preprocessing' is 'x'"),
         (put("leans_on", ["a"]), CorruptError, "'leans_on' is"),
         (put("leans_on", {"other": LATER}), MissingTaskError, "builds on another task 'other'"),
-        (put("leans_on", {"a": LATER, "b": LATER}), CorruptError, "method 'full' cannot lean on"),
+        (put("leans_on", {"a": LATER, "b": LATER}), CorruptError, "method 'full' cannot depend on"),
         (put("leans_on", {"other": "short"}), CorruptError, "64 hexadecimal digits"),
         (put("backbone", "abc"), CorruptError, "64 hexadecimal digits"),
         (put("backbone", None), CorruptError, "64 hexadecimal digits"),
@@ -427,7 +427,7 @@ def test_faults_behind_a_right_checksum(edit: Any, error: type[Exception], match
         ),
         ("packnet", put("leans_on", {"other": LATER}), MissingTaskError, "builds on another task 'other'"),
         ("packnet", put("leans_on", {"gone": LATER}), MissingTaskError, "'gone', which is not here"),
-        ("packnet", put("leans_on", {"a": LATER, "b": LATER}), CorruptError, "cannot lean on"),
+        ("packnet", put("leans_on", {"a": LATER, "b": LATER}), CorruptError, "cannot depend on"),
         ("packnet", drop("0.weight:values"), CorruptError, "parts should be"),
         ("packnet", tensor("0.weight:values", "F32", [3]), CorruptError, "parts should be"),
         ("packnet", tensor("0.weight:mask", "U8", [17], b"\xff" * 17), CorruptError, "bits set behind"),
@@ -561,7 +561,7 @@ WRONG: dict[str, st.SearchStrategy[Any]] = {
 
 
 def load(data: bytes) -> bitgraft.Task:
-    return restore.revive(archive.from_bytes(data), NET.anatomy, (), None)
+    return restore.restore_task(archive.from_bytes(data), NET.anatomy, (), None)
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)

@@ -159,15 +159,15 @@ def test_order_matters():
     for name in ("b", "a"):
         learn(backward, name)
     assert not torch.equal(forward(images(), task="b"), backward(images(), task="b"))
-    assert forward.tasks["b"].metadata.leans_on.keys() == {"a"}
-    assert backward.tasks["b"].metadata.leans_on == {}
+    assert forward.tasks["b"].metadata.depends_on.keys() == {"a"}
+    assert backward.tasks["b"].metadata.depends_on == {}
 
 
 def test_tasks_of_other_methods_do_not_join_the_chain():
     net = network()
     learn(net, "a")
     net.add_task("mask", classes=3, method="full")
-    assert learn(net, "b").metadata.leans_on.keys() == {"a"}
+    assert learn(net, "b").metadata.depends_on.keys() == {"a"}
 
 
 def test_a_full_network_is_refused():
@@ -177,7 +177,7 @@ def test_a_full_network_is_refused():
         net.add_task("b", classes=3, method="packnet")
     assert list(net.tasks) == ["a"]
     net.tasks["a"].prune(0.75)  # the remedy that the message names, and the refusal left the task as it was
-    assert learn(net, "b").metadata.leans_on.keys() == {"a"}
+    assert learn(net, "b").metadata.depends_on.keys() == {"a"}
 
 
 def test_the_base_task_owns_everything_and_starts_from_the_backbone():
@@ -284,7 +284,7 @@ def test_a_chain_loads_under_other_names(tmp_path):
     again.load_task(tmp_path / "c.safetensors", name="a")
     for old, new in [("a", "b"), ("b", "second"), ("c", "a")]:
         assert torch.equal(again(images(), task=new), net(images(), task=old))
-    assert [list(task.metadata.leans_on) for task in again.tasks.values()] == [[], ["b"], ["second"]]
+    assert [list(task.metadata.depends_on) for task in again.tasks.values()] == [[], ["b"], ["second"]]
     with pytest.raises(TaskError, match="'second' would not run without it"):
         again.remove_task("b")
     with pytest.raises(TaskError, match="'a' would not run without it"):

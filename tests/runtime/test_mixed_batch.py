@@ -1,17 +1,18 @@
-"""Many tasks in one pass, layer by layer: the same scores as one task at a time, with no task's weights kept."""
+"""A batch with a task for each image: the same scores as one task at a time, to the last bit."""
+
+from typing import ClassVar
 
 import pytest
 import timm
 import torch
 from tiny import batch, learn, run, tiny
 from torch import nn
+from torch.nn import functional as F
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-from bitgraft.network import Network
-from bitgraft.runtime import mixed_batch
-from bitgraft.runtime.mixed_batch import Mixture
-from bitgraft.transforms import cpu
+from bitgraft import Network
+from bitgraft.errors import TaskError
 
-torch.set_num_threads(1)
 NAMES = ["b", "a", "original", "c", "b", "b", "a", "c"]
 FAMILIES = {
     "resnet": ("resnet18", {}),
@@ -21,205 +22,253 @@ FAMILIES = {
 }
 
 
-@pytest.fixture
-def passes(monkeypatch):
-    """How often several tasks ran in one pass."""
-    seen = []
-    whole = Mixture._pass
-    monkeypatch.setattr(Mixture, "_pass", lambda *args, **kwargs: seen.append(1) or whole(*args, **kwargs))
-    return seen
-
-
 def taught(backbone: nn.Module, x: torch.Tensor, methods=("full", "piggyback-bn", "finetune"), **options) -> Network:
-    net = Network(backbone, active=1, **options)
+    """Tasks a, b and c with 3, 4 and 5 classes, of which one is kept at work."""
+    net = Network(backbone, **{"active": 1, **options})
     for seed, (name, method) in enumerate(zip("abc", methods, strict=True)):
         net.add_task(name, classes=3 + seed, method=method, seed=seed)
         learn(net, name, x, rate=1e-2)
     return net.eval()
 
 
-def one_by_one(net: Network, x: torch.Tensor) -> list[torch.Tensor]:
-    rows = {name: [i for i, wanted in enumerate(NAMES) if wanted == name] for name in NAMES}
-    scores = {name: dict(zip(where, run(net, x[where], task=name), strict=True)) for name, where in rows.items()}
-    return [scores[name][row] for row, name in enumerate(NAMES)]
+def rows_of(name, names=NAMES):
+    return [i for i, wanted in enumerate(names) if wanted == name]
 
 
+def assert_as_one_by_one(net, x, names=NAMES, **inputs):
+    """Each task's rows come out as that task gives them in a batch by themselves. The mixed answer."""
+    with torch.no_grad():
+        mixed = net(x, task=names, **inputs)
+    for name in set(names):
+        rows = rows_of(name, names)
+        alone = run(net, x[rows], task=name, **{key: value[rows] for key, value in inputs.items()})
+        assert torch.equal(torch.stack([mixed[row] for row in rows]), alone), name
+    return mixed
+
+
+@pytest.mark.parametrize("active", [1, 8])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_pass_gives_what_one_task_at_a_time_gives(family, passes):
+def test_a_mixed_batch_gives_what_one_task_at_a_time_gives(family, active):
     name, options = FAMILIES[family]
     torch.manual_seed(0)
     x = batch(8, 3, 32, 32)
-    # finetune owns the scales and positions of those two as well, which lie in blocks of layers
-    methods = ("full", "piggyback-bn", "simple" if family in ("convnext", "vit") else "finetune")
-    net = taught(timm.create_model(name, num_classes=6, **options).eval(), x, methods)
-    expected = one_by_one(net, x)
-    with torch.inference_mode():
-        found = net(x, task=NAMES)
-    assert passes
-    assert [len(row) for row in found] == [4, 3, 6, 5, 4, 4, 3, 5]
-    equal = torch.equal if family != "vit" else torch.allclose  # attention multiplies whole batches at once
-    assert all(equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
-    assert len({round(float(row[0]), 4) for row in expected}) > 4  # tasks and images tell apart
-    assert len(net.resident) <= 1
+    net = taught(timm.create_model(name, num_classes=6, **options).eval(), x, active=active)
+    mixed = assert_as_one_by_one(net, x)
+    assert [len(row) for row in mixed] == [4, 3, 6, 5, 4, 4, 3, 5]
+    assert len({round(float(row[0]), 4) for row in mixed}) > 4, "tasks and images can be told apart"
+    assert len(net.resident) <= active
 
 
-class Winding(nn.Module):
-    """One convolution before a norm layer, `twice` before two; when it `skips`, before none."""
+class Ending(nn.Module):
+    """A classifier, and something behind it that sees all of its outputs."""
 
-    skips = False
-
-    def __init__(self) -> None:
+    def __init__(self, last) -> None:
         super().__init__()
-        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.conv, self.one, self.other = nn.Conv2d(8, 8, 1, bias=False), nn.BatchNorm2d(8), nn.BatchNorm2d(8)
-        self.head, self.twice = nn.Linear(8, 6), False
+        self.conv, self.norm, self.fc, self.last = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 6), last
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.stem(x)).relu()
-        x = self.conv(x) if self.skips else self.one(self.conv(x)).relu()
-        x = self.other(self.conv(x)).relu() if self.twice else x
-        return self.head(x.mean((2, 3)))
+    def forward(self, x):
+        return self.last(self.fc(self.norm(self.conv(x)).relu().mean((2, 3))), dim=1)
 
 
-@pytest.mark.parametrize("twice", [False, True])
-@pytest.mark.parametrize("skips", [False, True])
-def test_a_norm_layer_that_does_not_follow_its_convolution(twice, skips, passes, monkeypatch):
-    """Convolutions are run along with the norm layers behind them, which forward need not keep to."""
+@pytest.mark.parametrize("active", [1, 8])
+@pytest.mark.parametrize("last", [F.softmax, F.log_softmax])
+def test_what_follows_the_head_sees_its_own_classes_alone(last, active):
     torch.manual_seed(0)
-    x, backbone = batch(8, 3, 12, 12), Winding().eval()
-    backbone.twice = twice
-    net = taught(backbone, x, ("full", "simple", "finetune"))
-    monkeypatch.setattr(Winding, "skips", skips)
-    expected = one_by_one(net, x)
-    with torch.inference_mode():
-        found = net(x, task=NAMES)
-    assert passes
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    net, x = taught(Ending(last).eval(), batch(8), head="fc", active=active), batch(8)
+    for scores in assert_as_one_by_one(net, x):
+        chances = scores if last is F.softmax else scores.exp()
+        assert float(chances.sum()) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("large", [False, True])
-def test_tasks_at_rest_take_turns_in_one_layers_memory(large, passes, monkeypatch):
-    """Loaded tasks' bits become weights in memory that the next task's overwrite, by the compiled loops."""
-    monkeypatch.setattr(mixed_batch, "LARGE", 0 if large else mixed_batch.LARGE)
-    rooms = []
-    switch = cpu.Switch
-    monkeypatch.setattr(cpu, "Switch", lambda mask: rooms.append(mask.out) or switch(mask))
-    torch.manual_seed(0)
-    x = batch(8, 3, 32, 32)
-    net = taught(timm.create_model("resnet18", num_classes=6).eval(), x, ("full", "simple", "piggyback-bn"))
-    expected = one_by_one(net, x)
-    for task in net.tasks.values():
-        task.freeze().eval()
-    with torch.inference_mode():
-        found = net(x, task=NAMES)
-    assert len(passes) == (len(set(NAMES)) if large else 1)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
-    assert len({room.untyped_storage().data_ptr() for room in rooms}) == 1
+@pytest.mark.parametrize("active", [1, 8])
+def test_tasks_of_every_kind_in_one_batch(active):
+    net, x = Network(tiny(), active=active), batch(14)
+    for method in ("full", "adapters-series", "adapters-parallel", "lora", "dan", "classifier", "packnet"):
+        net.add_task(method, classes=3, method=method)
+        learn(net, method, x)
+    net.add_task("masked", classes=5, seed=1).freeze()
+    net.add_task("borrows", classes=4, borrow=["masked"], seed=2)
+    net.add_task("keeps", head="keep")
+    net.add_task("features", head=None)
+    net.add_task("module", head=nn.Sequential(nn.Linear(8, 4), nn.Tanh()))
+    net.eval()
+    mixed = assert_as_one_by_one(net, x, [*net.tasks, "original", "full"])
+    assert [len(row) for row in mixed] == [3, 3, 3, 3, 3, 3, 3, 5, 4, 6, 8, 4, 6, 3]
 
 
-def test_large_images_run_task_by_task_with_nothing_kept(passes, monkeypatch):
-    monkeypatch.setattr(mixed_batch, "LARGE", 0)
+@pytest.mark.parametrize("active", [1, 2])
+def test_features_of_a_backbone_without_a_head(active):
+    backbone = tiny()
+    backbone.fc = nn.Identity()
+    net, x = Network(backbone, active=active, head=None), batch(4)
+    for name, classes in (("a", 3), ("b", 5), ("c", 2)):
+        learn(net, net.add_task(name, classes=classes).name, x)
+    assert_as_one_by_one(net.eval(), x, ["c", "a", "b", "original"])
+
+
+def test_a_change_between_two_batches_shows():
     x = batch(8)
     net = taught(tiny(), x)
-    expected = one_by_one(net, x)
-    with torch.inference_mode():
-        found = net(x, task=NAMES)
-    assert len(passes) == len(set(NAMES))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
-    assert len(net.resident) <= 1
-
-
-def test_norm_layers_that_tasks_replace_behind_convolutions_that_none_does(passes):
-    x = batch(8)
-    net = Network(tiny(), active=1)
-    for seed, name in enumerate("abc"):
-        net.add_task(name, classes=3 + seed, method="classifier", norms=True, seed=seed)
-        learn(net, name, x, rate=1e-2)
-    expected = one_by_one(net.eval(), x)
-    with torch.inference_mode():
-        found = net(x, task=NAMES)
-    assert passes
-    for mine, theirs in zip(found, expected, strict=True):  # such a convolution takes the whole batch at once
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("methods", [("adapters-series", "lora", "dan"), ("simple", "adapters-parallel", "classifier")])
-def test_every_kind_of_transform(methods, passes):
-    x = batch(8)
-    net = taught(tiny(), x, methods)
+    before = assert_as_one_by_one(net, x)
     with torch.no_grad():
-        found = net(x, task=NAMES)
-    assert passes
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, one_by_one(net, x), strict=True))
-
-
-def test_a_change_between_two_passes_shows(passes):
-    x = batch(8)
-    net = taught(tiny(), x)
-    with torch.no_grad():
-        before = net(x, task=NAMES)
         net.tasks["a"].owned["norm1.bias"].add_(1.0)
         net.backbone.get_parameter("stem.weight").mul_(1.5)
-        after = net(x, task=NAMES)
-    assert len(passes) == 2
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(after, one_by_one(net, x), strict=True))
-    assert not torch.equal(before[1], after[1])
+    after = assert_as_one_by_one(net, x)
+    assert not any(torch.equal(before[row], after[row]) for name in ("a", "b", "original") for row in rows_of(name))
 
 
-class FirstAndLast(nn.Module):
-    """Turns the batch around on its way: no layer's rows are those of the images any more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.head = nn.Linear(5, 5), nn.Linear(5, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        turned: torch.Tensor = self.inner(x.transpose(0, 1)).transpose(0, 1)
-        scores: torch.Tensor = self.head(turned.mean(1))
-        return scores
-
-
-@pytest.mark.parametrize("length", [7, 8])
-def test_a_backbone_that_does_not_keep_images_first_runs_its_tasks_one_by_one(length):
-    x = torch.randn(8, length, 5)
-    net = taught(FirstAndLast().eval(), x, example=x)
-    with torch.no_grad():
-        found = net(x, task=NAMES)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, one_by_one(net, x), strict=True))
-
-
-class ReadElsewhere(nn.Module):
-    """Uses a layer's weight without running the layer, as torch's own attention does with its last one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.head = nn.Linear(5, 5), nn.Linear(5, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.head(x @ self.inner.weight)
-        return scores
-
-
-def test_a_layer_whose_weight_another_reads_makes_its_tasks_run_one_by_one():
-    x = torch.randn(8, 5)
-    net = taught(ReadElsewhere().eval(), x, ("full", "simple", "finetune"), example=x)
-    with torch.no_grad():
-        found = net(x, task=NAMES)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, one_by_one(net, x), strict=True))
-    assert "inner.weight" in net.tasks["a"].transforms
-
-
-@pytest.mark.parametrize("why", ["it learns", "it trains", "there is room", "it has a module of its own"])
-def test_tasks_that_could_be_kept_or_learn_run_as_ever(why, passes):
+def test_training_mode_moves_each_tasks_own_statistics():
     x = batch(8)
-    net = taught(tiny(), x) if why != "there is room" else Network(tiny(), active=8).eval()
-    if why == "there is room":
-        for seed, name in enumerate("abc"):
-            net.add_task(name, classes=3 + seed, seed=seed).eval()
-    if why == "it trains":
-        net.tasks["a"].train()
-    if why == "it has a module of its own":
-        net.module("a")
-    with torch.set_grad_enabled(why == "it learns"):
+    net, alone = taught(tiny(), x), taught(tiny(), x)
+    for each in (net, alone):
+        each.train()
+    with torch.no_grad():
         net(x, task=NAMES)
-    assert not passes
+        for name in dict.fromkeys(NAMES):
+            alone(x[rows_of(name)], task=name)
+    for name in "abc":
+        theirs = alone.tasks[name].state_dict()
+        assert all(torch.equal(tensor, theirs[key]) for key, tensor in net.tasks[name].state_dict().items())
+
+
+def test_gradients_reach_every_task_of_a_batch():
+    x = batch(8)
+    net, alone = taught(tiny(), x), taught(tiny(), x)
+    torch.stack([row.sum() for row in net(x, task=NAMES)]).sum().backward()
+    for name in "abc":
+        alone(x[rows_of(name)], task=name).sum().backward()
+        theirs = dict(alone.tasks[name].named_parameters())
+        assert all(torch.equal(p.grad, theirs[key].grad) for key, p in net.tasks[name].named_parameters())
+
+
+class Watched(nn.Module):
+    """Notes where its weights lie whenever it runs."""
+
+    seen: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.head = nn.Conv2d(3, 64, 16), nn.BatchNorm2d(64), nn.Linear(64, 6)
+
+    def forward(self, x):
+        self.seen.append(self.inner.weight.data_ptr())
+        return self.head(self.norm(self.inner(x)).flatten(1))
+
+
+def test_tasks_that_are_not_kept_take_turns_in_the_same_memory(tmp_path):
+    torch.manual_seed(0)
+    backbone, x = Watched().eval(), batch(8, 3, 16, 16)
+    weight = backbone.inner.weight.detach().clone()
+    net = taught(backbone, x, ("full", "simple", "piggyback"), example=x)
+    for name in "abc":
+        net.save_task(name, tmp_path / name)
+        net.remove_task(name)
+        net.load_task(tmp_path / name)
+    Watched.seen.clear()
+    with torch.no_grad():
+        net(x, task=["a", "b", "c"] + ["a"] * 5)
+    assert len(Watched.seen) == 3
+    assert len(set(Watched.seen)) == 1
+    assert backbone.inner.weight.data_ptr() not in Watched.seen
+    assert_as_one_by_one(net, x)
+    assert torch.equal(backbone.inner.weight, weight)
+    assert len(net.resident) <= 1
+
+
+def test_a_budget_of_memory_counts_as_a_number_of_tasks_does():
+    x = batch(8)
+    net = taught(tiny(), x, ("full", "simple", "piggyback"), active=8, memory=1)
+    assert_as_one_by_one(net, x)
+    assert len(net.resident) <= 1
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_network_takes_mixed_batches():
+    torch._dynamo.reset()
+    x = batch(8)
+    net = taught(tiny(), x)
+    expected = assert_as_one_by_one(net, x)
+    with torch.no_grad():
+        found = torch.compile(net, backend="eager")(x, task=NAMES)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+# inputs by name, as transformers takes them
+
+
+def bert() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    return BertForSequenceClassification(BertConfig(vocab_size=50, max_position_embeddings=12, **sizes)).eval()
+
+
+def text(count=8):
+    """Token ids, and a mask that hides some of them."""
+    rng = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, 50, (count, 7), generator=rng)
+    return {"input_ids": ids, "attention_mask": (torch.arange(7) < 2 + torch.arange(count)[:, None] % 6).long()}
+
+
+def language_network(**options) -> Network:
+    net = Network(bert(), example=torch.zeros(1, 4, dtype=torch.long), **options)
+    for seed, name in enumerate("abc"):
+        learn(net, net.add_task(name, classes=3 + seed, seed=seed).name, text()["input_ids"], rate=1e-2)
+    return net.eval()
+
+
+def test_inputs_may_come_by_name():
+    net, inputs = language_network(), text()
+    by_position = run(net, inputs["input_ids"], inputs["attention_mask"], task="a")
+    assert torch.equal(run(net, **inputs, task="a"), by_position)
+    assert torch.equal(run(net, inputs["input_ids"], attention_mask=inputs["attention_mask"], task="a"), by_position)
+    assert torch.equal(run(net, **inputs), run(net.backbone, **inputs))
+    assert not torch.equal(by_position, run(net, inputs["input_ids"], task="a")), "the mask counts"
+
+
+@pytest.mark.parametrize("active", [1, 8])
+def test_named_inputs_are_split_by_task(active):
+    net, inputs = language_network(active=active), text()
+    with torch.no_grad():
+        mixed = net(**inputs, return_dict=True, task=NAMES)
+    for name in set(NAMES):
+        rows = rows_of(name)
+        alone = run(net, **{key: value[rows] for key, value in inputs.items()}, task=name)
+        assert torch.equal(torch.stack([mixed[row] for row in rows]), alone)
+    assert_as_one_by_one(net, inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    with pytest.raises(TaskError, match="8 images came with 2 task names"):
+        net(**inputs, task=["a", "b"])
+    with pytest.raises(TaskError, match="needs a tensor with one row for each task name"):
+        net(return_dict=True, task=["a", "b"])
+
+
+def test_the_task_may_come_second():
+    net, x = taught(tiny(), batch(8)), batch(8)
+    assert torch.equal(run(net, x, "a"), run(net, x, task="a"))
+    with torch.no_grad():
+        assert all(map(torch.equal, net(x, NAMES), net(x, task=NAMES)))
+
+
+class OneTask(nn.Module):
+    """What transformers' Trainer takes: a module with the task's parameters, called with a batch by name."""
+
+    def __init__(self, net: Network, name: str) -> None:
+        super().__init__()
+        self.task, self._net, self._name = net.tasks[name], (net,), name
+
+    def forward(self, **inputs):
+        return self._net[0](**inputs, task=self._name)
+
+
+def test_transformers_trainer_trains_a_task(tmp_path):
+    net = Network(bert(), example=torch.zeros(1, 4, dtype=torch.long))
+    net.add_task("t", classes=3)
+    before, columns = run(net.eval(), **text(), task="t"), text()
+    data = [{**{key: value[i] for key, value in columns.items()}, "labels": i % 3} for i in range(8)]
+    settings = {"max_steps": 2, "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
+    arguments = TrainingArguments(str(tmp_path), remove_unused_columns=False, learning_rate=0.01, **settings)
+    weights = {name: tensor.clone() for name, tensor in net.backbone.state_dict().items()}
+    trainer = Trainer(OneTask(net, "t"), arguments, train_dataset=data)
+    assert trainer.train().training_loss > 0
+    assert not torch.equal(run(net.eval(), **text(), task="t"), before)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in net.backbone.state_dict().items())

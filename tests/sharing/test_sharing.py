@@ -281,7 +281,7 @@ def test_what_does_not_belong_in_the_store(shop):
     evil = Path("box/evil.safetensors")
     evil.write_bytes(to_bytes(replace(archive, metadata=replace(archive.metadata, name="../../up"))))
     refuse(ArchiveError, "cannot be a task's name", "box")
-    leaning = replace(archive.metadata, method="packnet", options={}, leans_on={"flowers": "0" * 64})
+    leaning = replace(archive.metadata, method="packnet", options={}, depends_on={"flowers": "0" * 64})
     evil.write_bytes(to_bytes(replace(archive, metadata=leaning)))
     refuse(MissingTaskError, "builds on task 'flowers', which the store at theirs does not have", "box")
     before = contents("ours")

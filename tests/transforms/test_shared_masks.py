@@ -216,8 +216,8 @@ def test_the_file_names_what_it_leans_on_and_is_refused_without(tmp_path):
     for name in net.tasks:
         net.save_task(name, tmp_path / name)
     metadata = read_archive(tmp_path / "new").metadata
-    assert list(metadata.leans_on) == ["zebra", "ant"], "in the order of the k, not of the alphabet"
-    for name, digest in metadata.leans_on.items():
+    assert list(metadata.depends_on) == ["zebra", "ant"], "in the order of the k, not of the alphabet"
+    for name, digest in metadata.depends_on.items():
         assert digest == archive.content(read_archive(tmp_path / name))
     with pytest.raises(MissingTaskError, match="'new' builds on the tasks 'zebra', 'ant', which are not here"):
         again.load_task(tmp_path / "new")
@@ -229,7 +229,7 @@ def test_the_file_names_what_it_leans_on_and_is_refused_without(tmp_path):
         again.load_task(tmp_path / "new")
     assert list(again.tasks) == ["ant", "zebra"]
     again.load_task(tmp_path / "zebra", name="quagga")
-    assert list(again.load_task(tmp_path / "new").metadata.leans_on) == ["quagga", "ant"]
+    assert list(again.load_task(tmp_path / "new").metadata.depends_on) == ["quagga", "ant"]
     assert torch.equal(run(again.eval(), IMAGES, task="new"), run(net, IMAGES, task="new"))
 
 
@@ -286,7 +286,7 @@ def test_loading_freezes_what_the_file_leans_on(tmp_path):
 def test_a_task_that_borrows_can_be_borrowed_from_and_none_of_them_removed(tmp_path):
     net, again = with_borrower("a"), network()
     third = nudge(net.add_task("third", classes=2, borrow=["new"]), 9)
-    assert list(third.metadata.leans_on) == ["new"]
+    assert list(third.metadata.depends_on) == ["new"]
     assert torch.equal(
         third.transforms["stem.weight"]._earlier[0].packed, net.tasks["new"].transforms["stem.weight"].own.packed
     )
@@ -350,7 +350,7 @@ def test_files_that_cannot_be_are_refused(tmp_path):
     filed = archive.pack_task(net.tasks["new"], net.fingerprint)
     key = "stem.weight:borrowed"
     other = {name: tensor for name, tensor in filed.tensors.items() if name != key}
-    (first, digest), *_ = filed.metadata.leans_on.items()
+    (first, digest), *_ = filed.metadata.depends_on.items()
     net.remove_task("new")
 
     def refuse(**changes):
@@ -363,10 +363,12 @@ def test_files_that_cannot_be_are_refused(tmp_path):
     assert "parts should be" in refuse(tensors=other)
     assert "parts should be" in refuse(tensors={**other, key: torch.zeros(1, 2)})
     assert "parts should be" in refuse(tensors={**other, key: torch.zeros(2, 3)})
-    assert "parts should be" in refuse(metadata=dataclasses.replace(filed.metadata, leans_on={first: digest}))
-    assert "parts should be" in refuse(metadata=dataclasses.replace(filed.metadata, leans_on={}))
-    assert "cannot lean on" in refuse(metadata=dataclasses.replace(filed.metadata, leans_on={"a": digest, "b": digest}))
-    assert "cannot lean on" in refuse(metadata=dataclasses.replace(filed.metadata, method="simple"))
+    assert "parts should be" in refuse(metadata=dataclasses.replace(filed.metadata, depends_on={first: digest}))
+    assert "parts should be" in refuse(metadata=dataclasses.replace(filed.metadata, depends_on={}))
+    assert "cannot depend on" in refuse(
+        metadata=dataclasses.replace(filed.metadata, depends_on={"a": digest, "b": digest})
+    )
+    assert "cannot depend on" in refuse(metadata=dataclasses.replace(filed.metadata, method="simple"))
 
 
 def test_what_a_file_says_of_it(tmp_path):
@@ -401,7 +403,7 @@ def test_a_task_starts_as_an_earlier_one(per):
     first = nudge(net.add_task("first", classes=3, per=per))
     first.owned["norm1.running_mean"].add_(1)
     task = net.add_task("new", classes=3, start="first", per=per)
-    assert not task.metadata.leans_on
+    assert not task.metadata.depends_on
     for name, tensor in task.tensors().items():
         assert name in net.anatomy.head_names() or torch.equal(tensor, first.tensors()[name]), name
     assert not torch.equal(task.owned["fc.weight"], first.owned["fc.weight"])
@@ -423,7 +425,7 @@ def test_starting_and_borrowing_together():
     task = net.add_task("new", classes=3, start="a", borrow=["a", "b"])
     for name in task.transforms:
         assert torch.equal(task.tensors()[name], net.tasks["a"].tensors()[name])
-    assert list(task.metadata.leans_on) == ["a", "b"]
+    assert list(task.metadata.depends_on) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -477,7 +479,7 @@ def test_in_a_store(place, capsys, monkeypatch):
     code, _, err = command(*new, "--borrow", "b", "--borrow", "a")
     assert (code, err) == (0, "")
     store = Store("store")
-    assert list(store.archive("new").metadata.leans_on) == ["b", "a"]
+    assert list(store.archive("new").metadata.depends_on) == ["b", "a"]
     code, out, err = command("eval", "photos", "--task", "new", "--store", "store", "--json")
     assert (code, err) == (0, ""), "it is loaded with those that it leans on"
     assert json.loads(out)["accuracy"] == store.archive("new").metrics["test"]["accuracy"]
@@ -513,14 +515,14 @@ def test_between_stores(place):
     with pytest.raises(StoreError, match="'a' cannot be replaced: 'new' would not run without it"):
         enter(fetch("store/b.safetensors"), other, "a", overwrite=True)
     fresh = other.network()
-    assert set(other.load(fresh, "new").metadata.leans_on) == {"a"}
+    assert set(other.load(fresh, "new").metadata.depends_on) == {"a"}
 
 
 def test_a_file_that_leans_on_its_own_name_ends(place):
     store, net = open_store("store", None)
     filed = store.archive("a")
     archive.save(
-        dataclasses.replace(filed, metadata=dataclasses.replace(filed.metadata, leans_on={"a": "0" * 64})),
+        dataclasses.replace(filed, metadata=dataclasses.replace(filed.metadata, depends_on={"a": "0" * 64})),
         store.path("a"),
     )
     with pytest.raises(MissingTaskError, match="'a' builds on task 'a', which is not here"):

@@ -28,7 +28,7 @@ def test_tasks_of_one_network_one_after_the_other(place):
     assert first.path == store.path("a")
     store, net = open_store("store", None)  # another process
     second = train(store, net, Request("photos", "b", "packnet", CONFIG.changed(epochs=1)))
-    assert list(second.task.metadata.leans_on) == ["a"]
+    assert list(second.task.metadata.depends_on) == ["a"]
     assert second.test is not None
     assert store.archive("b").metrics["test"] == second.test
 

@@ -97,7 +97,7 @@ def _facts(found: "Inspection") -> list[tuple[str, str]]:
         ("preprocessing", _pairs(metadata.preprocessing)),
         *_metrics(metrics),
         ("backbone fingerprint", found.archive.backbone),
-        ("builds on", ", ".join(metadata.leans_on)),
+        ("builds on", ", ".join(metadata.depends_on)),
         ("size", f"{megabytes(found.size)}: {by_kind}"),
     ]
     if found.bits_per_weight is not None:

@@ -62,7 +62,7 @@ def _row(store: "Store", name: str, size: int) -> dict[str, Any]:
         "measured_on": split,
         "bytes": size,
         "bits_per_weight": 8 * (size - found.bytes["head"]) / store.size.weights,
-        "leans_on": list(archive.metadata.leans_on),
+        "leans_on": list(archive.metadata.depends_on),
     }
 
 

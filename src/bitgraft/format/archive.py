@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bitgraft.backbone.files import aligned_room, read_whole, write_atomically
 from bitgraft.errors import CorruptError, TaskError
 from bitgraft.format import container, entropy_coding
-from bitgraft.format.metadata import Shapes, read_card, read_shapes, write_card
+from bitgraft.format.metadata import Shapes, read_metadata, read_shapes, write_metadata
 from bitgraft.task import Metadata, Task, check_name
 from bitgraft.transforms.bits import packed_size
 
@@ -90,7 +91,7 @@ def from_bytes(data: bytes | memoryview, source: str = "the task file") -> Archi
         given, data = data, aligned_room(len(data))
         data[:] = given
     about, tensors = container.decode(data, source)
-    metadata, shapes = read_card(about, source), read_shapes(about, source)
+    metadata, shapes = read_metadata(about, source), read_shapes(about, source)
     tensors = _decoded(tensors, shapes, source)
     read = Archive(metadata, about["backbone"], about["head_layer"], shapes, about["metrics"], tensors)
     _check_parts(read, source)
@@ -98,7 +99,13 @@ def from_bytes(data: bytes | memoryview, source: str = "the task file") -> Archi
 
 
 def save(archive: Archive, path: str | Path, *, coded: bool = False) -> None:
-    """Write the file whole or not at all: a killed save leaves the old file or none."""
+    """Write the file whole or not at all: a killed save leaves the old file or none. Its values must be finite."""
+    for key, tensor in archive.tensors.items():
+        if tensor.is_floating_point() and not np.isfinite(tensor.numpy()).all():
+            raise TaskError(
+                f"task {archive.metadata.name!r} is not saved: {key!r} has a NaN or an infinite value; "
+                "train it again, at lower rates if it diverged"
+            )
     write_atomically(path, *_pieces(archive, coded))
 
 
@@ -110,16 +117,17 @@ def rename(archive: Archive, name: str) -> Archive:
     return replace(archive, metadata=replace(archive.metadata, name=check_name(name)))
 
 
-def lean(archive: Archive, names: Sequence[str]) -> Archive:
-    """The same task, where those that it leans on go by these names."""
-    leans_on = dict(zip(names, archive.metadata.leans_on.values(), strict=True))
-    return replace(archive, metadata=replace(archive.metadata, leans_on=leans_on))
+def rename_dependencies(archive: Archive, names: Sequence[str]) -> Archive:
+    """The same task, where those that it depends on go by these names."""
+    depends_on = dict(zip(names, archive.metadata.depends_on.values(), strict=True))
+    return replace(archive, metadata=replace(archive.metadata, depends_on=depends_on))
 
 
 def content(archive: Archive) -> str:
-    """SHA-256 of what another task can lean on: the transforms, and what they lean on themselves, not any names."""
+    """SHA-256 of what another task can build on: the transforms, and what they depend on themselves, not any names."""
     metadata, digest = archive.metadata, hashlib.sha256()
-    digest.update(json.dumps([metadata.method, [*metadata.leans_on.values()]], separators=(",", ":")).encode() + b"\n")
+    top = [metadata.method, list(metadata.depends_on.values())]
+    digest.update(json.dumps(top, separators=(",", ":")).encode() + b"\n")
     for key in sorted(key for key in archive.tensors if ":" in key and not key.startswith(HEAD)):
         digest.update(key.encode() + b"\n")
         digest.update(container.raw(archive.tensors[key]))
@@ -128,7 +136,7 @@ def content(archive: Archive) -> str:
 
 def _pieces(archive: Archive, coded: bool) -> list[bytes | memoryview]:
     about = {
-        **write_card(archive.metadata),
+        **write_metadata(archive.metadata),
         "backbone": archive.backbone,
         "head_layer": archive.head_layer,
         "shapes": dict(archive.shapes),

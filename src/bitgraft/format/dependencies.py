@@ -1,7 +1,7 @@
-"""Which earlier tasks a task stands on (PackNet's predecessor, those it borrows masks from), known by their content.
+"""The earlier tasks that a task depends on (PackNet's predecessor, those it borrows masks from), known by content.
 
-Names may change, content may not: a content hash covers the hashes of what that task leans on in its turn, so no two
-tasks can lean on each other.
+Names may change, content may not: a content hash covers the hashes of what that task depends on in its turn, so no two
+tasks can depend on each other.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,10 +16,10 @@ Tasks = Mapping[str, Task]
 
 
 def chosen(method: registry.Method, tasks: Tasks, borrow: Sequence[str]) -> list[Task]:
-    """What a new task is to stand on: the last of a chain, or the tasks that it names."""
+    """What a new task depends on: the last of a chain, or the tasks that it names."""
     names = [borrow] if isinstance(borrow, str) else list(borrow)
     earlier = [named(method, tasks, name) for name in names]
-    if method.leans:
+    if method.depends_on_previous:
         return [task for task in tasks.values() if task.metadata.method == method.name][-1:]
     for task in earlier:
         if not _has_masks(task):
@@ -31,7 +31,7 @@ def chosen(method: registry.Method, tasks: Tasks, borrow: Sequence[str]) -> list
 
 
 def hold(earlier: Iterable[Task]) -> None:
-    """Freeze what another task leans on from now on."""
+    """Freeze what another task depends on from now on."""
     for task in earlier:
         masks = map(own_mask, task.transforms.values())
         if task.learns() or any(mask is not None and mask.packed is None for mask in masks):
@@ -54,32 +54,28 @@ def fingerprint(task: Task) -> str:
 
 
 def found(metadata: Metadata, tasks: Tasks) -> list[Task]:
-    """The tasks that a file leans on, known by their content; the name that each had then is where to look first."""
-    there = {name: _find(metadata, tasks, name, digest) for name, digest in metadata.leans_on.items()}
+    """The tasks that a file depends on, known by their content; the name that each had then is where to look first."""
+    there = {name: _find(metadata, tasks, name, digest) for name, digest in metadata.depends_on.items()}
     missing = [name for name, task in there.items() if task is None]
     if other := [name for name in missing if name in tasks]:
         raise MissingTaskError(f"task {metadata.name!r} builds on another task {other[0]!r} than the one that is here")
-    if len(missing) > 1:
-        raise MissingTaskError(
-            f"task {metadata.name!r} builds on the tasks {', '.join(map(repr, missing))}, which are not here under any "
-            "name: load those first"
-        )
     if missing:
+        names = ("the tasks " if len(missing) > 1 else "task ") + ", ".join(map(repr, missing))
+        verb, which = ("are", "those") if len(missing) > 1 else ("is", "that one")
         raise MissingTaskError(
-            f"task {metadata.name!r} builds on task {missing[0]!r}, which is not here under any name: "
-            "load that one first"
+            f"task {metadata.name!r} builds on {names}, which {verb} not here under any name: load {which} first"
         )
     return [task for task in there.values() if task is not None]
 
 
 def refuse_removal(name: str, tasks: Iterable[Task]) -> None:
-    leaning = [other.name for other in tasks if name in other.metadata.leans_on]
-    if leaning:
-        raise TaskError(f"task {name!r} cannot be removed: {', '.join(map(repr, leaning))} would not run without it")
+    dependents = [other.name for other in tasks if name in other.metadata.depends_on]
+    if dependents:
+        raise TaskError(f"task {name!r} cannot be removed: {', '.join(map(repr, dependents))} would not run without it")
 
 
 def _find(metadata: Metadata, tasks: Tasks, name: str, digest: str) -> Task | None:
-    chain = registry.get(metadata.method).leans
+    chain = registry.get(metadata.method).depends_on_previous
     able = [t for t in tasks.values() if (t.metadata.method == metadata.method if chain else _has_masks(t))]
     ordered = sorted(able, key=lambda task: task.name != name)
     return next((task for task in ordered if fingerprint(task) == digest), None)

@@ -88,7 +88,7 @@ class Inspection:
             "preprocessing": dict(metadata.preprocessing),
             "metrics": dict(self.archive.metrics),
             "backbone": self.archive.backbone,
-            "leans_on": list(metadata.leans_on),
+            "leans_on": list(metadata.depends_on),
             "size": self.size,
             "bytes": dict(self.bytes),
             "weights": self.weights,

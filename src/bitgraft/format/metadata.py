@@ -1,6 +1,5 @@
 """What a task says of itself, as the metadata of its file, and back with every field checked."""
 
-import functools
 import re
 import reprlib
 from collections.abc import Mapping
@@ -13,11 +12,12 @@ from bitgraft.task import HeadKind, Metadata, check_name
 COUNTED_CLASSES = 1 << 20  # more classes than this are written out even if they are called 0, 1, 2, ...
 DIGEST = re.compile("[0-9a-f]{64}")
 OBJECTS = ("leans_on", "metrics", "options", "preprocessing", "shapes")
-FIELDS = {*OBJECTS, "backbone", "checksum", "classes", "format", "head", "head_layer", "method", "name"}
+FIELDS = {1: {*OBJECTS, "backbone", "checksum", "classes", "format", "head", "head_layer", "method", "name"}}
+"""By version of the format."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def write_card(metadata: Metadata) -> dict[str, Any]:
+def write_metadata(metadata: Metadata) -> dict[str, Any]:
     return {
         "name": metadata.name,
         "method": metadata.method,
@@ -25,16 +25,16 @@ def write_card(metadata: Metadata) -> dict[str, Any]:
         "head": metadata.head,
         "classes": _written(metadata.classes),
         "preprocessing": dict(metadata.preprocessing),
-        "leans_on": dict(metadata.leans_on),
+        "leans_on": dict(metadata.depends_on),
     }
 
 
-def read_card(about: Mapping[str, Any], source: str) -> Metadata:
+def read_metadata(about: Mapping[str, Any], source: str) -> Metadata:
     """The metadata in a file's metadata. Whatever is wrong there is an `ArchiveError` that says what."""
     _check_fields(about, source)
     method = _method(about["method"], source)
-    if not _may_lean(method, about["leans_on"]):
-        raise CorruptError(f"{source}: a task of method {method.name!r} cannot lean on {list(about['leans_on'])}")
+    if len(about["leans_on"]) > _most_dependencies(method, about["leans_on"]):
+        raise CorruptError(f"{source}: a task of method {method.name!r} cannot depend on {list(about['leans_on'])}")
     return Metadata(
         name=check_name(about["name"]),
         method=method.name,
@@ -42,7 +42,7 @@ def read_card(about: Mapping[str, Any], source: str) -> Metadata:
         head=about["head"],
         classes=_classes(about["classes"], about["head"], source),
         preprocessing=about["preprocessing"],
-        leans_on={check_name(name): digest for name, digest in about["leans_on"].items()},
+        depends_on={check_name(name): digest for name, digest in about["leans_on"].items()},
     )
 
 
@@ -55,8 +55,8 @@ def read_shapes(about: Mapping[str, Any], source: str) -> Shapes:
 
 
 def _check_fields(about: Mapping[str, Any], source: str) -> None:
-    if set(about) != FIELDS:
-        raise CorruptError(f"{source} has the metadata fields {sorted(about)}, not {sorted(FIELDS)}; it is not usable")
+    if set(about) != (expected := FIELDS[about["format"]]):
+        raise CorruptError(f"{source} has the metadata fields {sorted(about)}, not {sorted(expected)}: not usable")
     for name in OBJECTS:
         if not isinstance(about[name], dict):
             raise CorruptError(f"{source}: {name!r} is {about[name]!r}, which is no JSON object; it is not usable")
@@ -71,10 +71,9 @@ def _check_fields(about: Mapping[str, Any], source: str) -> None:
         raise CorruptError(f"{source}: there is no kind of head {about['head']!r}, known are {known}; it is not usable")
 
 
-def _may_lean(method: registry.Method, earlier: Mapping[str, str]) -> bool:
+def _most_dependencies(method: registry.Method, earlier: Mapping[str, str]) -> int:
     """One predecessor, or any number of different tasks to borrow from."""
-    most = len(set(earlier.values())) if method.borrows else 1 if method.leans else 0
-    return len(earlier) <= most
+    return len(set(earlier.values())) if method.borrows else int(method.depends_on_previous)
 
 
 def _method(name: Any, source: str) -> registry.Method:
@@ -106,7 +105,6 @@ def _written(names: tuple[str, ...] | None) -> int | tuple[str, ...] | None:
     return len(names)
 
 
-@functools.lru_cache(maxsize=256)
 def _counted(count: int) -> tuple[str, ...]:
     return tuple(map(str, range(count)))
 

@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from bitgraft.backbone.anatomy import Anatomy, describe
-from bitgraft.backbone.layers import is_norm, is_parameter
+from bitgraft.backbone.layers import is_norm
 from bitgraft.errors import ClassesError, CorruptError, TaskError, WrongBackboneError
 from bitgraft.format.archive import COUNTER, PACKED, Archive, stored_dtype
 from bitgraft.methods import registry
@@ -17,12 +16,12 @@ from bitgraft.transforms.base import Transform, Weight
 from bitgraft.transforms.bits import packed_size
 
 
-def revive(
+def restore_task(
     archive: Archive, anatomy: Anatomy, before: Sequence[Mapping[str, Transform]], head: nn.Module | None
 ) -> Task:
     """The task that a file holds, frozen, on the backbone that it belongs to. What does not fit changes nothing.
 
-    `before` are the transforms of the tasks that it leans on, in its file's order.
+    `before` are the transforms of the tasks that it depends on, in its file's order.
     """
     metadata, parts, owned = archive.metadata, archive.parts(), archive.owned()
     base = anatomy.tensors()
@@ -34,43 +33,15 @@ def revive(
         transforms[name] = _fill(blank, name, base[name], parts.get(name, {}))
     _check_owned(metadata, anatomy, base, owned, options)
     _check_classes(archive, anatomy, base, owned)
-    held, counters = {}, _structure(anatomy).counters
+    held = {}
     for name, tensor in base.items():
         if name in owned:
             held[name] = _like(tensor, owned[name])
-        elif counters.get(name) in owned:
-            held[name] = _like(tensor, tensor.clone())
-    task = Task(metadata, anatomy, transforms, held, _revive_head(archive, anatomy, head))
+        elif name.endswith(COUNTER) and name.removesuffix(COUNTER) + "running_mean" in owned:
+            held[name] = tensor.clone()
+    task = Task(metadata, anatomy, transforms, held, _restore_head(archive, anatomy, head))
     task.metrics = dict(archive.metrics)
     return task
-
-
-class Structure(NamedTuple):
-    """Which of a backbone's tensors are what, by their names alone."""
-
-    head: frozenset[str]
-    norms: dict[str, str]
-    """Each tensor of a norm layer with that layer's name."""
-    counters: dict[str, str]
-    """Each count of training steps with the running mean beside it."""
-
-
-def _structure(anatomy: Anatomy) -> Structure:
-    """Read once, like everything about a backbone: a thousand tasks ask for it."""
-    found: Structure | None = anatomy.__dict__.get("_structure")
-    if found is None:
-        layers = anatomy.backbone.named_modules()
-        found = anatomy.__dict__["_structure"] = Structure(
-            head=frozenset(anatomy.head_names()),
-            norms={name: path for path, layer in layers if is_norm(layer) for name in _tensors_of(path, layer)},
-            counters={n: n.removesuffix(COUNTER) + "running_mean" for n in anatomy.places if n.endswith(COUNTER)},
-        )
-    return found
-
-
-def _tensors_of(path: str, module: nn.Module) -> list[str]:
-    held = [*module._parameters.items(), *module._buffers.items()]
-    return [f"{path}.{name}" for name, tensor in held if tensor is not None]
 
 
 def _check_places(archive: Archive, anatomy: Anatomy, base: Mapping[str, Tensor]) -> None:
@@ -78,7 +49,7 @@ def _check_places(archive: Archive, anatomy: Anatomy, base: Mapping[str, Tensor]
     task, head = f"task {archive.metadata.name!r}", archive.head_layer
     for name, shape in archive.shapes.items():
         found = base.get(name)
-        if not is_parameter(found) or not found.is_floating_point() or found.dim() < 2:
+        if not isinstance(found, nn.Parameter) or not found.is_floating_point() or found.dim() < 2:
             raise WrongBackboneError(f"{task} transforms {name!r}, which is no weight of the backbone")
         if found.shape != shape:
             raise WrongBackboneError(
@@ -116,8 +87,7 @@ def _fill(blank: Transform, name: str, weight: Tensor, parts: Mapping[str, Tenso
             raise CorruptError(f"'{name}:{part}' is {tensor.dtype}, where {kind} belongs; the file is not usable")
         if part in PACKED and _has_tail(tensor, weight.numel()):
             raise CorruptError(f"'{name}:{part}' has bits set behind the last weight; the file is not usable")
-    given = {**parts, **counters}
-    blank.restore(given if weight.is_cpu else {part: tensor.to(weight.device) for part, tensor in given.items()})
+    blank.restore({part: tensor.to(weight.device) for part, tensor in {**parts, **counters}.items()})
     return blank
 
 
@@ -133,18 +103,17 @@ def _check_owned(
     options: registry.Options,
 ) -> None:
     """Head apart, a task owns what its method and options give it, nothing else, and no half of a norm layer."""
-    method, (head, norms, counters) = registry.get(metadata.method), _structure(anatomy)
+    method, head, norms = registry.get(metadata.method), set(anatomy.head_names()), _tensors_of_norms(anatomy)
     asked = {name for pattern in options.own for name in base if fnmatchcase(name, pattern)}
     given = asked | (norms.keys() if options.norms else set())
     if method.owns_everything:
         given |= base.keys() - norms.keys()
-    given -= counters.keys()
     for name, tensor in owned.items():
         if name not in base:
             raise WrongBackboneError(f"task {metadata.name!r} replaces {name!r}, which the backbone does not have")
         if name not in head:
             _check_fit(metadata, name, tensor, base[name])
-            if name not in given:
+            if name not in given or name.endswith(COUNTER):
                 raise CorruptError(
                     f"task {metadata.name!r} has {name!r}, which method {metadata.method!r} leaves alone"
                 )
@@ -156,16 +125,25 @@ def _check_owned(
         raise CorruptError(f"task {metadata.name!r} lacks {missing[0]!r}; the file is not usable")
 
 
+def _tensors_of_norms(anatomy: Anatomy) -> dict[str, str]:
+    """Each tensor of a norm layer with that layer's name, also of those that new tasks leave alone (`norms=...`)."""
+    return {
+        f"{path}.{name}": path
+        for path, layer in anatomy.backbone.named_modules()
+        if is_norm(layer)
+        for name, tensor in [*layer._parameters.items(), *layer._buffers.items()]
+        if tensor is not None
+    }
+
+
 def _check_fit(metadata: Metadata, name: str, tensor: Tensor, model: Tensor, outputs: int | None = None) -> None:
     shape = model.shape if outputs is None else (outputs, *model.shape[1:])
     if tensor.shape != shape:
         raise WrongBackboneError(
             f"task {metadata.name!r} has {name!r} of shape {tuple(tensor.shape)}, the backbone takes {tuple(shape)}"
         )
-    if tensor.dtype == torch.float32 and model.is_floating_point():
-        return
     kind = torch.float32 if isinstance(model, nn.Parameter) and model.is_floating_point() else stored_dtype(model)
-    if tensor.dtype != kind:
+    if tensor.dtype != kind and not (tensor.dtype == torch.float32 and model.is_floating_point()):
         raise CorruptError(f"task {metadata.name!r} has {name!r} in {tensor.dtype}, where {kind} belongs: not usable")
 
 
@@ -174,9 +152,8 @@ def _like(model: Tensor, tensor: Tensor) -> Tensor:
 
     Where nothing is to be changed, it stays in the memory that the file was read into.
     """
-    learned = is_parameter(model)
-    dtype = tensor.dtype if learned else model.dtype
-    placed = tensor if model.is_cpu and tensor.dtype == dtype else tensor.to(model.device, dtype)
+    learned = isinstance(model, nn.Parameter)
+    placed = tensor.to(model.device, tensor.dtype if learned else model.dtype)
     if placed.dim() > 1 and placed.stride() != model.stride() and placed.shape == model.shape:
         placed = torch.empty_like(model, dtype=placed.dtype).copy_(placed)
     return nn.Parameter(placed, requires_grad=False) if learned else placed
@@ -184,7 +161,7 @@ def _like(model: Tensor, tensor: Tensor) -> Tensor:
 
 def _check_classes(archive: Archive, anatomy: Anatomy, base: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
     """The head's tensors are all there, in its shape, with one row for each class."""
-    metadata, head = archive.metadata, _structure(anatomy).head
+    metadata, head = archive.metadata, set(anatomy.head_names())
     count = len(metadata.classes or ())
     if metadata.head == "classes":
         rows = {name: (*own[name].shape, 0)[0] for name in head & own.keys()}
@@ -218,7 +195,7 @@ def _misfit(metadata: Metadata, outputs: set[int]) -> ClassesError:
     )
 
 
-def _revive_head(archive: Archive, anatomy: Anatomy, given: nn.Module | None) -> nn.Module | None:
+def _restore_head(archive: Archive, anatomy: Anatomy, given: nn.Module | None) -> nn.Module | None:
     state, metadata = archive.head(), archive.metadata
     if given is not None and metadata.head != "module":
         raise TaskError(

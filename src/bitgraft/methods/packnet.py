@@ -133,7 +133,7 @@ PACKNET = register_method(
         equation="W~ = what earlier tasks froze + what this task owns",
         options=PacknetOptions(),
         build=packed,
-        leans=True,
+        depends_on_previous=True,
         check=refuse_full_network,
         phases=(Phase(epochs=20, rate=1e-3, drop_after=10), Phase(epochs=10, rate=1e-4, prune=0.75)),
     )

@@ -47,7 +47,7 @@ class Phase:
 
 
 Build = Callable[[Weight, Tensor, Any, torch.Generator | None, Sequence[Transform]], Transform | None]
-"""(weight, its tensor, options, randomness or None to leave values unset, the transforms that tasks which it leans on
+"""(weight, its tensor, options, randomness or None to leave values unset, the transforms that tasks which it depends on
 have for it) -> a transform, or None where the method leaves that weight alone."""
 
 
@@ -61,7 +61,7 @@ class Method:
     options: Options
     build: Build | None = None
     owns_everything: bool = False
-    leans: bool = False
+    depends_on_previous: bool = False
     """Each task stands on the one before it (PackNet)."""
     borrows: bool = False
     """A task may name earlier ones, to add their masks to its own or to begin from one of them."""
@@ -113,7 +113,7 @@ def transforms(
     rng: torch.Generator | None,
     before: Sequence[Mapping[str, Transform]] = (),
 ) -> dict[str, Transform]:
-    """A new task's transforms, one for each weight that the method takes; `before` are those of the tasks it leans on.
+    """A new task's transforms, one for each weight that the method takes; `before` are of tasks it depends on.
 
     Without randomness values are left unset.
     """

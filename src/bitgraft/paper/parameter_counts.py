@@ -99,7 +99,7 @@ def account(
     parameters = sum(p.numel() for key, p in anatomy.backbone.named_parameters() if key not in head)
     rows = []
     for method in map(registry.get, methods or registry.method_names()):
-        bits, size = _packed_cost(anatomy, method, tasks) if method.leans else _cost(anatomy, method)
+        bits, size = _packed_cost(anatomy, method, tasks) if method.depends_on_previous else _cost(anatomy, method)
         rows.append(
             Row(
                 method=method.name,

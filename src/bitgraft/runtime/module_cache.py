@@ -1,7 +1,11 @@
-"""Tasks that keep their computed weights, the least recently used of which goes first."""
+"""Tasks that keep their computed weights, and one module for those that do not."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
 
 from bitgraft.errors import TaskError
 from bitgraft.runtime.task_module import TaskModule
@@ -12,13 +16,15 @@ Key = tuple[str, int]
 
 
 class ModuleCache:
-    """At most `count` of them, and at most `memory` bytes of computed weights, though always the one last asked for."""
+    """At most `count` modules with at most `memory` bytes of computed weights, but always the one last asked for.
+
+    The least recently used one goes first.
+    """
 
     def __init__(self, count: int, memory: int | None = None) -> None:
         if count < 1:
             raise TaskError(f"active={count!r}: at least one task must be kept at work")
         self.count, self.memory = count, memory
-        self.bytes = 0
         self._held: OrderedDict[Key, tuple[TaskModule, int]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -28,27 +34,69 @@ class ModuleCache:
         return iter(self._held)
 
     def get(self, key: Key, task: Task) -> TaskModule:
-        """The task's task_module, made if it is not here; others make room for it before its weights are computed."""
+        """The task's module, made if it is not here."""
         if key not in self._held:
             size = computed_bytes(task)
-            while self._held and not self._fits(size):
-                self.bytes -= self._held.popitem(last=False)[1][1]
-            self._held[key] = TaskModule(task).attach_hooks(), size
-            self.bytes += size
+            self.make_room(size)
+            self._held[key] = TaskModule(task), size
         self._held.move_to_end(key)
         return self._held[key][0]
 
+    def make_room(self, size: int) -> None:
+        """Drop modules until one more of this size fits, before its weights are computed."""
+        while self._held and not self._fits([*self._sizes(), size]):
+            self._held.popitem(last=False)
+
     def can_keep(self, tasks: Iterable[Task]) -> bool:
         """There is room for all of these at once."""
-        sizes = [computed_bytes(task) for task in tasks]
-        return len(sizes) <= self.count and (self.memory is None or sum(sizes) <= self.memory)
-
-    def _fits(self, size: int) -> bool:
-        return len(self._held) < self.count and (self.memory is None or self.bytes + size <= self.memory)
+        return self._fits([computed_bytes(task) for task in tasks])
 
     def drop(self, which: Callable[[Key], bool] = lambda key: True) -> None:
         for key in [key for key in self._held if which(key)]:
-            self.bytes -= self._held.pop(key)[1]
+            del self._held[key]
+
+    def _sizes(self) -> list[int]:
+        return [size for _, size in self._held.values()]
+
+    def _fits(self, sizes: list[int]) -> bool:
+        return len(sizes) <= self.count and (self.memory is None or sum(sizes) <= self.memory)
+
+
+class SpareModule:
+    """One module tree in which tasks that are not kept run one after another, each in the memory of the one before.
+
+    It serves one thread at a time, and evaluation without gradients only: nothing may look at a weight after the call.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._module: TaskModule | None = None
+
+    @contextmanager
+    def lend(self) -> Iterator["SpareModule | None"]:
+        """The spare module for the time of a batch; None if it is taken, or of no use because there are gradients."""
+        if torch.is_grad_enabled() or not self._lock.acquire(blocking=False):
+            yield None
+            return
+        try:
+            yield self
+        finally:
+            if self._module is not None:
+                self._module.free_weights()
+            self._lock.release()
+
+    def takes(self, task: Task) -> bool:
+        """The task differs from others of its kind in tensors alone: no module of its own takes part."""
+        plain = task.metadata.head == "classes" and all(t.tail is None for t in task.transforms.values())
+        return plain and not task.training
+
+    def ready(self, task: Task) -> TaskModule:
+        """The module, made to run this task."""
+        if self._module is None:
+            self._module = TaskModule(task)
+        self._module.switch_to(task)
+        self._module.refresh()
+        return self._module
 
 
 def computed_bytes(task: Task) -> int:

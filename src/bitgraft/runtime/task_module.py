@@ -7,7 +7,7 @@ reads a weight after the call (activation checkpointing, for one) still finds th
 import copy
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from bitgraft.backbone.anatomy import Anatomy
 from bitgraft.backbone.layers import is_norm
 from bitgraft.backbone.tracing import private_copy
+from bitgraft.runtime.snapshot import Snapshot
 from bitgraft.task import Task
 
 Slot = tuple[Any, str | int]
@@ -24,37 +25,30 @@ Slot = tuple[Any, str | int]
 
 
 class TaskModule:
-    """One task in one module tree."""
+    """One task in one module tree. Residual adapters, and a head behind the backbone, run as forward hooks."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self._lock = threading.Lock()
-        self._mode: tuple[bool, bool, bool] | None = None
         self._pinned = False
+        self._mode: tuple[Any, ...] = ()
         self._grad = False
-        self._revision = -1
-        self._backbone: list[Tensor] = []
-        self._base: tuple[Any, ...] = ()
-        self._watched: list[Tensor] = []
-        self._stamp: tuple[Any, ...] | None = None
+        self._backbone = Snapshot([])
+        self._sources: list[Tensor] = []
+        self._computed: tuple[int, Snapshot] | None = None
+        self._buffers: dict[str, Tensor] = {}
         with torch.inference_mode(False):  # tensors made in inference mode would be of no use to learning later
             self.module = private_copy(task.anatomy.backbone)
-            self._slots = slots(self.module, task.anatomy)
-            self._frozen_norms = {
-                holds: _frozen_norms_of(self.module, set() if holds else set(task.owned)) for holds in (False, True)
-            }
+            self._slots = _slots(self.module, task.anatomy)
+            self._norms = [(p, m) for p, m in self.module.named_modules() if is_norm(m) and m._buffers]
             self._behind = _place_head(self.module, task)
+        added = _tails(self.module, task) + ([(self.module, self._behind)] if self._behind is not None else [])
+        self._hooks = [
+            layer.register_forward_hook(lambda layer, args, output, tail=tail: tail(output)) for layer, tail in added
+        ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
-
-    def attach_hooks(self) -> "TaskModule":
-        """Run residual adapters, and a head behind the backbone, by hooks, for as long as this task_module lives."""
-        for layer, tail in _tails(self.module, self.task):
-            layer.register_forward_hook(lambda layer, args, output, tail=tail: tail(output))
-        if self._behind is not None:
-            self.module.register_forward_hook(lambda layer, args, output, head=self._behind: head(output))
-        return self
 
     def pin(self) -> "TaskModule":
         """Let the module follow the task whoever calls it."""
@@ -62,25 +56,45 @@ class TaskModule:
         self._pinned = True
         return self
 
+    def switch_to(self, task: Task) -> None:
+        """Run another task from now on, which differs in tensors alone. Its weights go where the last one's are."""
+        self.task, self._mode = task, ()
+        _place_head(self.module, task)
+        with torch.inference_mode(False):
+            for name in task.transforms.keys() - self._buffers.keys():
+                self._buffers[name] = torch.empty_like(task.anatomy.tensor(name), requires_grad=False)
+
+    def free_weights(self) -> None:
+        """Drop the computed weights, until they are asked for again."""
+        self._mode, self._buffers = (), {}
+        self._install(dict.fromkeys(self.task.transforms))
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def refresh(self) -> None:
         """Make the module run the task as it is now: with gradients where something learns, else computed once."""
         with self._lock:
             self._follow()
-            if torch.is_grad_enabled() and self.task.learns():
-                self._stamp = None
-                self.task.train_forwards += 1
-                self._let_go()
-                self._install(fresh := self.task.tensors())
+            task = self.task
+            if torch.is_grad_enabled() and task.learns():
+                self._computed = None
+                task.train_forwards += 1
+                self._install(dict.fromkeys(task.transforms))  # there is room for this step's in the same memory
+                self._install(weights := task.tensors())
                 if not self._pinned:
-                    self._drop_when_learned(fresh)
-            elif (stamp := (self.task.train_forwards, *_versions(self._watched))) != self._stamp:
+                    self._drop_after_backward(weights)
+            elif not self._is_computed():
                 with torch.inference_mode(False), torch.no_grad():
-                    self._install({name: self._held(name, t) for name, t in self.task.tensors().items()})
-                self._stamp = stamp
+                    tensors = task.tensors(out=self._buffers)
+                    self._install({name: self._as_held(name, tensor) for name, tensor in tensors.items()})
+                self._computed = task.train_forwards, Snapshot(self._sources)
 
     def plain(self) -> nn.Module:
-        """An ordinary module with weights of its own and nothing of bitgraft in it, in evaluation mode."""
+        """An ordinary module with weights of its own and nothing of bitgraft in it, in evaluation mode.
+
+        What it is made of is used up: this object cannot run the task any more.
+        """
+        for hook in self._hooks:
+            hook.remove()
         with torch.inference_mode(False), torch.no_grad():
             self.refresh()
             for layer, tail in _tails(self.module, self.task):
@@ -88,75 +102,72 @@ class TaskModule:
             whole = self.module if self._behind is None else nn.Sequential(self.module, self._behind)
             for headed in [module for module in whole.modules() if isinstance(module, _Headed)]:
                 _replace(whole, headed, headed.ordinary(self.task.anatomy.dtype))
-            return _by_itself(copy.deepcopy(whole)).eval()
+            return _with_own_memory(copy.deepcopy(whole)).eval()
 
     def _follow(self) -> None:
         """Notice a change of mode, tensors exchanged for others, and a backbone that was moved or written to."""
-        task = self.task
-        mode = (task.training, task.holds_statistics, torch.is_grad_enabled())
-        if self._mode != mode:
-            self._mode, self._grad = mode, torch.is_grad_enabled()
-            self.module.train(task.training)
-            for layer in self._frozen_norms[task.holds_statistics]:
-                layer.training = False  # the layer alone: dropout below it follows the mode
-            self._revision = -1
-        if self._revision != task.revision or self._base != _versions(self._backbone):
-            with torch.inference_mode(False):
-                if task.training:
-                    task.match_statistics()
-                self._share()
-            self._revision, self._stamp = task.revision, None
-            self._watched = [t for t in task.sources() if not t.is_inference()]
+        task, backbone = self.task, self.task.anatomy.tensors()
+        mode = (task.training, task.holds_statistics, torch.is_grad_enabled(), task.revision)
+        if self._mode == mode and self._backbone.matches(backbone.values()):
+            return
+        self._grad = torch.is_grad_enabled()
+        self.module.train(task.training)
+        owned = set() if task.holds_statistics else set(task.owned)
+        for path, norm in self._norms:
+            if not any(f"{path}.{name}" in owned for name in norm._buffers):  # nothing may move its statistics
+                norm.training = False  # the layer alone: dropout below it follows the mode
+        with torch.inference_mode(False):
+            if task.training:
+                task.match_statistics()
+            self._share(backbone)
+        self._mode = (*mode[:-1], task.revision)
+        self._backbone, self._sources, self._computed = Snapshot(backbone.values()), task.sources(), None
 
-    def _share(self) -> None:
+    def _share(self, backbone: Mapping[str, Tensor]) -> None:
         """What the task does not replace: the backbone's parameters out of gradients' reach, copies of its buffers."""
-        anatomy, replaced = self.task.anatomy, {*self.task.owned, *self.task.transforms}
-        tensors = anatomy.tensors()
-        self._backbone = list(tensors.values())
-        self._base = _versions(self._backbone)
-        for name, tensor in tensors.items():
+        replaced = {*self.task.owned, *self.task.transforms}
+        for name, tensor in backbone.items():
             if name not in replaced:
-                self._install({name: self._held(name, tensor if isinstance(tensor, nn.Parameter) else tensor.clone())})
+                own = tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
+                self._install({name: self._as_held(name, own)})
 
-    def _install(self, tensors: dict[str, Tensor]) -> None:
+    def _is_computed(self) -> bool:
+        if self._computed is None:
+            return False
+        train_forwards, sources = self._computed
+        return train_forwards == self.task.train_forwards and sources.matches(self._sources)
+
+    def _install(self, tensors: Mapping[str, Tensor | None]) -> None:
         for name, tensor in tensors.items():
             for holder, key in self._slots[name]:
                 holder[key] = tensor
 
-    def _let_go(self) -> None:
-        """Drop the last step's weights before this one's are computed: there is room for them in the same memory."""
-        for name in self.task.transforms:
-            for holder, key in self._slots[name]:
-                holder[key] = None
+    def _as_held(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor as modules hold it in the place of the backbone's, out of gradients' reach.
 
-    def _drop_when_learned(self, tensors: dict[str, Tensor]) -> None:
+        Without gradients it asks for them as the backbone's does: torch.matmul looks at that flag to choose between two
+        ways of computing, and the results differ in the last bit.
+        """
+        model = self.task.anatomy.tensor(name)
+        if not isinstance(model, nn.Parameter):
+            return tensor
+        asks = model.requires_grad and not self._grad and not tensor.is_inference()
+        return nn.Parameter(tensor.detach(), requires_grad=asks)
+
+    def _drop_after_backward(self, tensors: Mapping[str, Tensor]) -> None:
         """Let go of each weight as soon as its gradient is whole: that takes its place in memory. Nobody sees this
         module but the network, which computes weights anew before it runs it again."""
         for name in self.task.transforms:
             if (tensor := tensors[name]).requires_grad and not tensor.is_leaf:
                 tensor.register_hook(partial(_drop, self._slots[name], weakref.ref(tensor)))  # type: ignore[no-untyped-call]
 
-    def _held(self, name: str, tensor: Tensor) -> Tensor:
-        return held(self.task.anatomy.tensor(name), tensor, self._grad)
 
-
-def _by_itself(module: nn.Module) -> nn.Module:
+def _with_own_memory(module: nn.Module) -> nn.Module:
     """Give each tensor memory of its own: those of a loaded task lie in one stretch, which would go along with any."""
     for tensor in [*module.parameters(), *module.buffers()]:
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor.data = tensor.data.clone()
     return module
-
-
-def held(model: Tensor, tensor: Tensor, grad: bool = False) -> Tensor:
-    """A tensor as modules hold it in the place of `model`, out of gradients' reach.
-
-    Where there are no gradients, it asks for them as the backbone's does: torch.matmul looks at that flag to choose
-    between two ways of computing, and the results differ in the last bit.
-    """
-    if not isinstance(model, nn.Parameter):
-        return tensor
-    return nn.Parameter(tensor.detach(), requires_grad=model.requires_grad and not grad)
 
 
 def _drop(places: list[Slot], before: "weakref.ref[Tensor]", grad: Tensor) -> None:
@@ -166,7 +177,7 @@ def _drop(places: list[Slot], before: "weakref.ref[Tensor]", grad: Tensor) -> No
             holder[key] = None
 
 
-def slots(module: nn.Module, anatomy: Anatomy) -> dict[str, list[Slot]]:
+def _slots(module: nn.Module, anatomy: Anatomy) -> dict[str, list[Slot]]:
     """Where each of the backbone's tensors is held in a copy of its module tree."""
     return {
         name: [slot for path, attribute in places for slot in _holders(module.get_submodule(path), attribute)]
@@ -178,21 +189,6 @@ def _holders(owner: nn.Module, attribute: str) -> Iterator[Slot]:
     yield (owner._parameters if attribute in owner._parameters else owner._buffers), attribute
     if isinstance(owner, nn.RNNBase) and attribute in owner._flat_weights_names:  # it keeps a second list of them
         yield owner._flat_weights, owner._flat_weights_names.index(attribute)
-
-
-def _versions(watched: list[Tensor]) -> tuple[Any, ...]:
-    """Changes whenever one of the tensors is written to, or the first of them (so, all) is moved."""
-    first = (watched[0].data_ptr(), watched[0].dtype) if watched else ()
-    return (*first, *[t._version for t in watched])
-
-
-def _frozen_norms_of(module: nn.Module, owned: set[str]) -> list[nn.Module]:
-    """Norm layers whose statistics are not owned: they stay in evaluation mode, so that nothing moves them."""
-    return [
-        layer
-        for path, layer in module.named_modules()
-        if is_norm(layer) and layer._buffers and not any(f"{path}.{name}" in owned for name in layer._buffers)
-    ]
 
 
 def _place_head(module: nn.Module, task: Task) -> "_Headed | None":

@@ -149,11 +149,11 @@ class Library:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Forget versions that nobody uses any more and no other task leans on."""
+        """Forget versions that nobody uses any more and no other task depends on."""
         with self._swapping:
             unused = [entry for entry in self._retired if not self._users[entry]]
         for entry in unused:
-            with contextlib.suppress(TaskError):  # another leans on it
+            with contextlib.suppress(TaskError):  # another depends on it
                 self.net.remove_task(entry.inner)
                 self._retired.remove(entry)
                 self._users.pop(entry, None)

@@ -58,7 +58,7 @@ def enter(fetched: Fetched, store: Store, name: str | None = None, *, overwrite:
             f"{fetched.source} belongs to a backbone with fingerprint {archive.backbone[:12]}, the store at "
             f"{store.folder} has {store.backbone.name}, {store.fingerprint[:12]}: pull it into a store of its backbone"
         )
-    for earlier, digest in archive.metadata.leans_on.items():
+    for earlier, digest in archive.metadata.depends_on.items():
         if earlier not in store.names() or content(store.archive(earlier)) != digest:
             raise MissingTaskError(
                 f"{fetched.source} builds on task {earlier!r}, which the store at {store.folder} does not have: "
@@ -67,7 +67,7 @@ def enter(fetched: Fetched, store: Store, name: str | None = None, *, overwrite:
     target = store.path(called)
     if target.exists() and not overwrite:
         raise StoreError(f"the store has a task {called!r} already: pass --overwrite, or --as another name")
-    if called in archive.metadata.leans_on:
+    if called in archive.metadata.depends_on:
         raise StoreError(f"{fetched.source} builds on the task {called!r} that is there: pass --as another name")
     store.check_replaceable(called)
     write_atomically(target, memoryview(fetched.data))

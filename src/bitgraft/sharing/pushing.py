@@ -42,7 +42,7 @@ def model_card(store: Store, task: str, repo: str, archive: Archive, size: int, 
         "backbone": f"{backbone}, fingerprint `{archive.backbone}`",
         "size": f"{size / 1e6:.2f} MB, {bits:.2f} bits per weight of the backbone, head apart",
         "input": json.dumps(dict(metadata.preprocessing)),
-        "builds on": ", ".join(metadata.leans_on),
+        "builds on": ", ".join(metadata.depends_on),
         "written by": f"bitgraft {__version__}",
     }
     return "\n".join(

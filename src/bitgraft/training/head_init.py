@@ -47,7 +47,7 @@ def begin(
 def settle_statistics(net: Network, name: str, batches: Iterable[Batch], device: torch.device) -> None:
     """Make the running statistics that the task owns the mean over one pass of training batches."""
     task = net.tasks[name].train()
-    task_module = TaskModule(task).attach_hooks()
+    task_module = TaskModule(task)
     task_module.refresh()
     layers: list[Any] = [m for m in task_module.module.modules() if getattr(m, "running_mean", None) is not None]
     moving = [layer for layer in layers if layer.training]
@@ -77,7 +77,7 @@ def look(
 ) -> Look:
     """Run every image through the task as it is, in evaluation mode, for its head to be fitted, for means, or both."""
     task = net.tasks[name].eval()
-    task_module = TaskModule(task).attach_hooks()
+    task_module = TaskModule(task)
     task_module.refresh()
     seen, hooks = Look(), []
     if head := head and task.metadata.head in ("classes", "linear"):

@@ -274,7 +274,7 @@ def training_images(images: Images, splits: Splits, preprocessing: Preprocessing
 
 def _chain(store: Store, method: str) -> list[str]:
     """Tasks that a further one of a leaning method builds on, the earliest first."""
-    if not registry.get(method).leans:
+    if not registry.get(method).depends_on_previous:
         return []
     metadata = {name: store.archive(name).metadata for name in store.names()}
     chain = [name for name, metadata in metadata.items() if metadata.method == method]
@@ -282,4 +282,4 @@ def _chain(store: Store, method: str) -> list[str]:
 
 
 def _depth(name: str, metadata: Mapping[str, Any]) -> int:
-    return 1 + max((_depth(earlier, metadata) for earlier in metadata[name].leans_on), default=0)
+    return 1 + max((_depth(earlier, metadata) for earlier in metadata[name].depends_on), default=0)

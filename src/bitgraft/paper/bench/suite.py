@@ -103,7 +103,7 @@ class Suite:
         for row in self.rows:
             names = [dataset.name for dataset in self.datasets if _is_for(row, dataset)]
             method = registry.get(row.method)
-            groups = [row.ordered(names)] if method.leans or method.joint else [(name,) for name in names]
+            groups = [row.ordered(names)] if method.depends_on_previous or method.joint else [(name,) for name in names]
             for seed in row.seeds if row.seeds is not None else self.seeds:
                 yield from (Cell(row.row, seed, tuple(group)) for group in groups if group)
         yield from (cell for cell in own if not self.leads(cell))
