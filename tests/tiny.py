@@ -11,6 +11,7 @@ from bitgraft import Network
 
 METHODS = [
     "classifier",
+    "norms",
     "finetune",
     "adapters-parallel",
     "adapters-series",

@@ -1,15 +1,12 @@
-"""Small additions to a weight or beside a layer: residual adapters (Rebuffi et al.) and LoRA (Hu et al.)."""
+"""Residual adapters (Rebuffi et al.): a 1x1 convolution beside or behind each larger one."""
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bitgraft.errors import TaskError
-from bitgraft.methods.registry import Method, Options, is_number, register_method, uniform
+from bitgraft.methods.registry import Method, Options, register_method
 from bitgraft.transforms.masked import Transform, Weight, widened
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -55,96 +52,38 @@ class Series(Transform):
         return weight
 
 
-def parallel(
-    weight: Weight, tensor: Tensor, options: Options, rng: torch.Generator | None, before: Sequence[Transform]
-) -> Parallel | None:
-    odd = all(size % 2 for size in weight.kernel)
-    return Parallel(weight, tensor.device) if _is_spatial(weight) and odd else None
-
-
-def series(
-    weight: Weight, tensor: Tensor, options: Options, rng: torch.Generator | None, before: Sequence[Transform]
-) -> Series | None:
-    return Series(weight, tensor.device) if _is_spatial(weight) else None
-
-
 def _is_spatial(weight: Weight) -> bool:
     return any(size > 1 for size in weight.kernel)
 
 
-@dataclass(frozen=True)
-class LoraOptions(Options):
-    norms: bool = False
-    rank: int = 8
-    alpha: float = 8.0
-    """The update is scaled by alpha / rank."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            raise TaskError(f"rank={self.rank!r}: give a whole number from 1 on")
-        if not is_number(self.alpha):
-            raise TaskError(f"alpha={self.alpha!r}: give a number")
+def _has_middle(weight: Weight) -> bool:
+    return all(size % 2 for size in weight.kernel)
 
 
-class LowRank(Transform):
-    """W~ = W + (alpha / rank) · B A, with W's filters as rows."""
-
-    def __init__(self, weight: Weight, scale: float, a: Tensor, b: Tensor) -> None:
-        super().__init__()
-        self.weight, self.scale = weight, scale
-        self.a, self.b = nn.Parameter(a), nn.Parameter(b)
-
-    def forward(self, weight: Tensor) -> Tensor:
-        update = self.weight.from_filters(self.b @ self.a)
-        return torch.add(widened(weight), update, alpha=self.scale).to(weight.dtype)
-
-
-def low_rank(
-    weight: Weight, tensor: Tensor, options: LoraOptions, rng: torch.Generator | None, before: Sequence[Transform]
-) -> LowRank:
-    inputs = weight.shape.numel() // weight.outputs
-    rank = min(options.rank, weight.outputs, inputs)
-    bound = 1 / math.sqrt(inputs)
-    a = uniform((rank, inputs), -bound, bound, rng, tensor)
-    b = tensor.new_zeros((weight.outputs, rank), dtype=torch.float32)
-    return LowRank(weight, options.alpha / options.rank, a, b)
-
-
-ADAPTERS_PARALLEL = register_method(
+register_method(
     Method(
         name="adapters-parallel",
         summary="a 1x1 convolution beside each larger one (residual adapters); own norm layers",
         equation="W~ = W + centre(A)",
         options=Options(),
-        build=parallel,
+        build=lambda w, tensor, *_: Parallel(w, tensor.device) if _is_spatial(w) and _has_middle(w) else None,
     )
 )
-ADAPTERS_SERIES = register_method(
+SERIES = register_method(
     Method(
         name="adapters-series",
         summary="a residual 1x1 convolution behind each larger one (residual adapters); own norm layers",
         equation="y~ = y + A·BN(y), y = W * x",
         options=Options(),
-        build=series,
+        build=lambda w, tensor, *_: Series(w, tensor.device) if _is_spatial(w) else None,
     )
 )
-ADAPTERS_JOINT = register_method(
-    Method(
+register_method(
+    replace(
+        SERIES,
         name="adapters-joint",
         summary="series adapters, and the weights that tasks share learn along: tasks in turns, on a new backbone",
         equation="y~ = y + A·BN(y), y = W * x, W learned by all tasks",
-        options=Options(),
-        build=series,
         joint=True,
-    )
-)
-LORA = register_method(
-    Method(
-        name="lora",
-        summary="a low-rank update of each weight; norm layers frozen",
-        equation="W~ = W + (alpha / r) · B A",
-        options=LoraOptions(),
-        build=low_rank,
     )
 )

@@ -1,7 +1,5 @@
 """Deep adaptation networks (Rosenfeld and Tsotsos): a task recombines each layer's filters."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -23,18 +21,12 @@ class Recombined(Transform):
         return strided_like(weight, mixed).to(weight.dtype)
 
 
-def recombined(
-    weight: Weight, tensor: Tensor, options: Options, rng: torch.Generator | None, before: Sequence[Transform]
-) -> Recombined:
-    return Recombined(weight, tensor.device)
-
-
-DAN = register_method(
+register_method(
     Method(
         name="dan",
         summary="each layer's filters recombined linearly; own norm layers",
         equation="W~ = P · W",
         options=Options(),
-        build=recombined,
+        build=lambda weight, tensor, *_: Recombined(weight, tensor.device),
     )
 )

@@ -1,8 +1,8 @@
-"""The two ends: nothing but a head, and a whole network of its own."""
+"""No transforms: a head alone, with norm layers, or a whole network of its own."""
 
 from bitgraft.methods.registry import Method, Options, register_method
 
-CLASSIFIER = register_method(
+register_method(
     Method(
         name="classifier",
         summary="the backbone as it is, a head of its own (feature extractor)",
@@ -10,7 +10,15 @@ CLASSIFIER = register_method(
         options=Options(norms=False),
     )
 )
-FINETUNE = register_method(
+register_method(
+    Method(
+        name="norms",
+        summary="the backbone's weights as they are; own norm layers and head",
+        equation="W~ = W",
+        options=Options(),
+    )
+)
+register_method(
     Method(
         name="finetune",
         summary="every tensor free (individual network)",

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -29,8 +29,7 @@ def plan_head(
 ) -> Plan:
     names = class_names(classes)
     if isinstance(head, nn.Module):
-        _check_place(anatomy)
-        _check_count(anatomy, head)
+        _check_place(anatomy, head)
         return "module", names, {}, head
     if head == "keep":
         return "keep", names, {}, None
@@ -47,8 +46,8 @@ def plan_head(
     return _classifier(anatomy, names, rng)
 
 
-def _check_place(anatomy: Anatomy) -> None:
-    """There is a layer for a head to replace, or a tensor of features for it to take."""
+def _check_place(anatomy: Anatomy, head: nn.Module | None) -> None:
+    """There is a layer for a head to replace, a head for each if there are several, or a tensor of features to take."""
     if not anatomy.head_known:
         raise unknown_head(anatomy.backbone)
     if not anatomy.heads and anatomy.wrapped is not None:
@@ -56,15 +55,10 @@ def _check_place(anatomy: Anatomy) -> None:
             f"the backbone gives a {anatomy.wrapped}, which no head takes: "
             "wrap it in a module that gives the tensor of features"
         )
-
-
-def _check_count(anatomy: Anatomy, head: nn.Module) -> None:
-    """A head module replaces one layer; for several there is a list of modules."""
     count = len(anatomy.heads)
-    if count > 1 and not (isinstance(head, nn.ModuleList) and len(head) == count):
+    if head is not None and count > 1 and not (isinstance(head, nn.ModuleList) and len(head) == count):
         raise TaskError(
-            f"the backbone combines {count} heads ({', '.join(anatomy.heads)}): pass a torch.nn.ModuleList with one "
-            "module for each"
+            f"the backbone combines {count} heads ({', '.join(anatomy.heads)}): pass a torch.nn.ModuleList of as many"
         )
 
 
@@ -95,7 +89,7 @@ def stated_preprocessing(backbone: nn.Module) -> dict[str, Any]:
 
 def _classifier(anatomy: Anatomy, names: tuple[str, ...], rng: torch.Generator) -> Plan:
     """Other tensors for the backbone's last layer, or a layer behind the features or in the place of a tied one."""
-    _check_place(anatomy)
+    _check_place(anatomy, None)
     if not anatomy.heads or anatomy.head_tied:
         if anatomy.features is None or len(anatomy.heads) > 1:
             raise BackboneError(
@@ -122,10 +116,9 @@ def _fresh(layer: nn.Module, outputs: int, rng: torch.Generator, device: torch.d
         )
     like = torch.empty(0, device=device or weight.device)
     bound = 1 / math.sqrt(weight[0].numel())
-    tensors: Mapping[str, Tensor] = {"weight": uniform((outputs, *weight.shape[1:]), -bound, bound, rng, like)}
-    if layer._parameters.get("bias") is not None:
-        tensors = {**tensors, "bias": uniform((outputs,), -bound, bound, rng, like)}
-    return {name: nn.Parameter(tensor) for name, tensor in tensors.items()}
+    shapes = {"weight": (outputs, *weight.shape[1:]), "bias": (outputs,)}
+    held = [name for name in shapes if layer._parameters.get(name) is not None]
+    return {name: nn.Parameter(uniform(shapes[name], -bound, bound, rng, like)) for name in held}
 
 
 def place_head(module: nn.Module, task: Task) -> "Headed | None":
