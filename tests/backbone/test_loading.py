@@ -137,6 +137,13 @@ def test_timm_is_built_with_the_files_classifier(tmp_path: Path) -> None:
     assert loaded.num_classes == 3
 
 
+@pytest.mark.parametrize("classes", [3, 0])
+def test_a_distilled_network_is_built_with_the_files_classifiers(classes: int, tmp_path: Path) -> None:
+    name = "deit_tiny_distilled_patch16_224"
+    state = timm.create_model(name, num_classes=classes).state_dict()
+    assert load_backbone(name, weights=saved(tmp_path / "w.safetensors", state)).num_classes == classes
+
+
 def test_everything_that_does_not_fit_is_said(tmp_path: Path) -> None:
     state = wide_resnet(10, 1).state_dict()
     del state["norm.bias"]

@@ -220,13 +220,9 @@ def _describe(backbone: nn.Module, places: Places, name: str, seen: Trace | None
 
 
 def _norms(backbone: nn.Module, places: Places) -> dict[str, tuple[str, ...]]:
-    found = {}
-    for path, module in backbone.named_modules():
-        if path and is_norm(module):
-            names = [f"{path}.{attribute}" for attribute in [*module._parameters, *module._buffers]]
-            if owned := tuple(name for name in names if name in places):
-                found[path] = owned
-    return found
+    layers = {path: [*m._parameters, *m._buffers] for path, m in backbone.named_modules() if path and is_norm(m)}
+    held = {path: tuple(n for a in names if (n := f"{path}.{a}") in places) for path, names in layers.items()}
+    return {path: names for path, names in held.items() if names}
 
 
 def _features(backbone: nn.Module, heads: Sequence[str], seen: Trace) -> int | None:

@@ -17,19 +17,15 @@ def refuse(backbone: nn.Module) -> None:
             f"a backbone is a torch.nn.Module, not a {type(backbone).__name__}: build it first, timm.create_model(...)"
         )
     if isinstance(backbone, torch.jit.ScriptModule):
-        raise BackboneError(
-            "the backbone is a TorchScript module, whose weights cannot be replaced: pass the Python module"
-        )
+        raise BackboneError("the backbone is a TorchScript module, whose weights are fixed: pass the Python module")
     if hasattr(backbone, "_orig_mod"):
         raise BackboneError("the backbone is already compiled: pass the plain module and compile the Network instead")
     if isinstance(backbone, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise BackboneError("the backbone is wrapped for parallel training: pass `backbone.module`")
     for name, module in backbone.named_modules():
         if hasattr(module, "parametrizations"):
-            raise BackboneError(
-                f"layer {name!r} computes its weight with a parametrization: "
-                "call torch.nn.utils.parametrize.remove_parametrizations on it first"
-            )
+            remedy = "call torch.nn.utils.parametrize.remove_parametrizations on it first"
+            raise BackboneError(f"layer {name!r} computes its weight with a parametrization: {remedy}")
         if ".quantized" in type(module).__module__:
             raise BackboneError(f"layer {name!r} is quantised: pass the backbone before quantisation")
     for name, tensor in [*backbone.named_parameters(), *backbone.named_buffers()]:

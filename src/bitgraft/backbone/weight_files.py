@@ -53,18 +53,19 @@ def prepare(state: Mapping[str, Tensor], model: nn.Module, source: str) -> dict[
 def classes_in(state: Mapping[str, Tensor], model: nn.Module) -> int | None:
     """How many classes the network must be built with to take these tensors; None for as many as it has.
 
-    That can be told where nothing but one layer differs, and that in its number of outputs alone.
+    That can be told where only the number of outputs differs, of one layer or of all classifiers that timm names.
     """
     expected = model.state_dict()
+    stated = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or "fc"
+    heads = (stated,) if isinstance(stated, str) else tuple(stated)
     differing = {n: state[n] for n in expected if n in state and state[n].shape != expected[n].shape}
     layers = {name.rpartition(".")[0] for name in differing}
     outputs = {tensor.shape[0] for tensor in differing.values() if tensor.dim()}
-    if len(layers) == len(outputs) == 1:
+    if len(outputs) == 1 and (len(layers) == 1 or layers == set(heads)):
         same = all(tensor.shape[1:] == expected[name].shape[1:] for name, tensor in differing.items())
         return outputs.pop() if same else None
-    head = getattr(model, "pretrained_cfg", {}).get("classifier", "fc")
     missing = _missing(state, expected)
-    headless = isinstance(head, str) and missing and all(name.startswith(f"{head}.") for name in missing)
+    headless = missing and all(name.startswith(tuple(f"{head}." for head in heads)) for name in missing)
     return 0 if headless and hasattr(model, "num_classes") else None
 
 

@@ -1,6 +1,6 @@
 """Residual adapters (Rebuffi et al.): a 1x1 convolution beside or behind each larger one."""
 
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,38 +52,24 @@ class Series(Transform):
         return weight
 
 
+def parallel(weight: Weight, tensor: Tensor, *_: Any) -> Parallel | None:
+    has_middle = all(size % 2 for size in weight.kernel)
+    return Parallel(weight, tensor.device) if _is_spatial(weight) and has_middle else None
+
+
+def series(weight: Weight, tensor: Tensor, *_: Any) -> Series | None:
+    return Series(weight, tensor.device) if _is_spatial(weight) else None
+
+
 def _is_spatial(weight: Weight) -> bool:
     return any(size > 1 for size in weight.kernel)
 
 
-def _has_middle(weight: Weight) -> bool:
-    return all(size % 2 for size in weight.kernel)
+BESIDE = "a 1x1 convolution beside each larger one (residual adapters); own norm layers"
+BEHIND = "a residual 1x1 convolution behind each larger one (residual adapters); own norm layers"
+JOINT = "series adapters, and the weights that tasks share learn along: tasks in turns, on a new backbone"
+EQUATION = "y~ = y + A·BN(y), y = W * x"
 
-
-register_method(
-    Method(
-        name="adapters-parallel",
-        summary="a 1x1 convolution beside each larger one (residual adapters); own norm layers",
-        equation="W~ = W + centre(A)",
-        options=Options(),
-        build=lambda w, tensor, *_: Parallel(w, tensor.device) if _is_spatial(w) and _has_middle(w) else None,
-    )
-)
-SERIES = register_method(
-    Method(
-        name="adapters-series",
-        summary="a residual 1x1 convolution behind each larger one (residual adapters); own norm layers",
-        equation="y~ = y + A·BN(y), y = W * x",
-        options=Options(),
-        build=lambda w, tensor, *_: Series(w, tensor.device) if _is_spatial(w) else None,
-    )
-)
-register_method(
-    replace(
-        SERIES,
-        name="adapters-joint",
-        summary="series adapters, and the weights that tasks share learn along: tasks in turns, on a new backbone",
-        equation="y~ = y + A·BN(y), y = W * x, W learned by all tasks",
-        joint=True,
-    )
-)
+register_method(Method("adapters-parallel", BESIDE, "W~ = W + centre(A)", Options(), parallel))
+register_method(Method("adapters-series", BEHIND, EQUATION, Options(), series))
+register_method(Method("adapters-joint", JOINT, f"{EQUATION}, W learned by all tasks", Options(), series, joint=True))

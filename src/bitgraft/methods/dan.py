@@ -1,5 +1,7 @@
 """Deep adaptation networks (Rosenfeld and Tsotsos): a task recombines each layer's filters."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -21,12 +23,10 @@ class Recombined(Transform):
         return strided_like(weight, mixed).to(weight.dtype)
 
 
+def recombined(weight: Weight, tensor: Tensor, *_: Any) -> Recombined:
+    return Recombined(weight, tensor.device)
+
+
 register_method(
-    Method(
-        name="dan",
-        summary="each layer's filters recombined linearly; own norm layers",
-        equation="W~ = P · W",
-        options=Options(),
-        build=lambda weight, tensor, *_: Recombined(weight, tensor.device),
-    )
+    Method("dan", "each layer's filters recombined linearly; own norm layers", "W~ = P · W", Options(), recombined)
 )

@@ -49,12 +49,6 @@ def low_rank(
     return LowRank(weight, options.alpha / options.rank, a, b)
 
 
-register_method(
-    Method(
-        name="lora",
-        summary="a low-rank update of each weight; norm layers frozen",
-        equation="W~ = W + (alpha / r) · B A",
-        options=LoraOptions(),
-        build=low_rank,
-    )
-)
+SUMMARY = "a low-rank update of each weight; norm layers frozen"
+
+register_method(Method("lora", SUMMARY, "W~ = W + (alpha / r) · B A", LoraOptions(), low_rank))

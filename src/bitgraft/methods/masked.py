@@ -69,41 +69,16 @@ def masked(
     return Borrowing(own, earlier, tensor.device) if earlier else own
 
 
-FULL = register_method(
+LEARNED = "masks with a learned scale, shift and product term; own norm layers (the paper)"
+FILTER = "a mask that filters the weights; norm layers frozen, starting as its own code does"
+PIGGYBACK = MaskOptions(norms=False, k0=0.0, k1=0.0, k2=0.0, k3=1.0, threshold=5e-3, init=(1e-2, 1e-2))
+OWN_NORMS = replace(PIGGYBACK, norms=True)
+
+register_method(Method("full", LEARNED, "W~ = k0 W + k1 1 + k2 M + k3 W∘M", MaskOptions(), masked, borrows=True))
+register_method(
     Method(
-        name="full",
-        summary="masks with a learned scale, shift and product term; own norm layers (the paper)",
-        equation="W~ = k0 W + k1 1 + k2 M + k3 W∘M",
-        options=MaskOptions(),
-        build=masked,
-        borrows=True,
+        "simple", "full without the product term (the paper)", "W~ = k0 W + k1 1 + k2 M", MaskOptions(k3=0.0), masked
     )
 )
-register_method(
-    replace(
-        FULL,
-        name="simple",
-        summary="full without the product term (the paper)",
-        equation="W~ = k0 W + k1 1 + k2 M",
-        options=MaskOptions(k3=0.0),
-        borrows=False,
-    )
-)
-PIGGYBACK = register_method(
-    replace(
-        FULL,
-        name="piggyback",
-        summary="a mask that filters the weights; norm layers frozen, starting as its own code does",
-        equation="W~ = W∘M",
-        options=MaskOptions(norms=False, k0=0.0, k1=0.0, k2=0.0, k3=1.0, threshold=5e-3, init=(1e-2, 1e-2)),
-        borrows=False,
-    )
-)
-register_method(
-    replace(
-        PIGGYBACK,
-        name="piggyback-bn",
-        summary="piggyback with the task's own norm layers",
-        options=replace(PIGGYBACK.options, norms=True),
-    )
-)
+register_method(Method("piggyback", FILTER, "W~ = W∘M", PIGGYBACK, masked))
+register_method(Method("piggyback-bn", "piggyback with the task's own norm layers", "W~ = W∘M", OWN_NORMS, masked))

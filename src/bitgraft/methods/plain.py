@@ -3,27 +3,9 @@
 from bitgraft.methods.registry import Method, Options, register_method
 
 register_method(
-    Method(
-        name="classifier",
-        summary="the backbone as it is, a head of its own (feature extractor)",
-        equation="W~ = W",
-        options=Options(norms=False),
-    )
+    Method("classifier", "the backbone as it is, a head of its own (feature extractor)", "W~ = W", Options(norms=False))
 )
+register_method(Method("norms", "the backbone's weights as they are; own norm layers and head", "W~ = W", Options()))
 register_method(
-    Method(
-        name="norms",
-        summary="the backbone's weights as they are; own norm layers and head",
-        equation="W~ = W",
-        options=Options(),
-    )
-)
-register_method(
-    Method(
-        name="finetune",
-        summary="every tensor free (individual network)",
-        equation="W~ = W + D",
-        options=Options(),
-        owns_everything=True,
-    )
+    Method("finetune", "every tensor free (individual network)", "W~ = W + D", Options(), owns_everything=True)
 )

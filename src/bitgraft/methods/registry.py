@@ -125,11 +125,9 @@ def transforms(
     if method.build is None:
         return {}
     built, outright = {}, owned_names(method, anatomy, options)
-    for name, weight in anatomy.weights.items():
-        if name in outright:
-            continue
-        transform = method.build(weight, anatomy.tensor(name).detach(), options, rng, at(name, before))
-        if transform is not None:
+    for name in (name for name in anatomy.weights if name not in outright):
+        weight, tensor = anatomy.weights[name], anatomy.tensor(name).detach()
+        if (transform := method.build(weight, tensor, options, rng, at(name, before))) is not None:
             built[name] = transform
     if method.check is not None:
         method.check(built)
