@@ -330,3 +330,10 @@ def test_preprocessing_is_the_backbones_unless_given():
     assert net.add_task("given", classes=2, preprocessing={"size": [64, 64]}).metadata.preprocessing == {
         "size": [64, 64]
     }
+
+
+def test_a_tied_head_that_is_no_linear_layer_asks_for_a_module():
+    net = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 3, 1), nn.Flatten())
+    net[3].weight = net[0].weight
+    with pytest.raises(BackboneError, match=r"the head '3' shares weights with other layers.*: pass a head module"):
+        Network(net).add_task("t", classes=2)

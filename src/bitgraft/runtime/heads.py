@@ -90,19 +90,22 @@ def stated_preprocessing(backbone: nn.Module) -> dict[str, Any]:
 def _classifier(anatomy: Anatomy, names: tuple[str, ...], rng: torch.Generator) -> Plan:
     """Other tensors for the backbone's last layer, or a layer behind the features or in the place of a tied one."""
     _check_place(anatomy, None)
-    if not anatomy.heads or anatomy.head_tied:
-        if anatomy.features is None or len(anatomy.heads) > 1:
+    layers = [anatomy.backbone.get_submodule(head) for head in anatomy.heads]
+    if anatomy.head_tied and not (len(layers) == 1 and isinstance(layers[0], nn.Linear)):
+        raise BackboneError(
+            f"the head {anatomy.head!r} shares weights with other layers, and is no linear layer: pass a head module"
+        )
+    if not layers or anatomy.head_tied:
+        if anatomy.features is None:
             raise BackboneError(
-                "the backbone has heads that are tied to other layers, or an output without a dimension of features "
-                "to put a classifier on: pass a head module"
+                "the backbone's output has no dimension of features to put a classifier on: pass a head module"
             )
         device = anatomy.tensor(next(iter(anatomy.places))).device
         linear = nn.Linear(anatomy.features, len(names), device="meta")
         linear.load_state_dict(_fresh(linear, len(names), rng, device), assign=True)
         return "linear", names, {}, linear
     tensors: dict[str, Tensor] = {}
-    for head in anatomy.heads:
-        layer = anatomy.backbone.get_submodule(head)
+    for head, layer in zip(anatomy.heads, layers, strict=True):
         tensors |= {f"{head}.{name}": tensor for name, tensor in _fresh(layer, len(names), rng, None).items()}
     return "classes", names, tensors, None
 
