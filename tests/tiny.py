@@ -62,6 +62,11 @@ def tiny(seed: int = 0, **options: Any) -> Tiny:
     return settled(Tiny(**options)).eval()
 
 
+def hidden_head() -> nn.Sequential:
+    """A network whose head cannot be told: something comes behind it, and nothing says how many classes there are."""
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2), nn.Softmax(1))
+
+
 def batch(count: int = 4, *shape: int, seed: int = 1) -> Tensor:
     return torch.randn(count, *(shape or (3, 8, 8)), generator=torch.Generator().manual_seed(seed))
 
