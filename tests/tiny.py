@@ -11,6 +11,7 @@ from bitgraft import Network
 
 METHODS = [
     "classifier",
+    "norms",
     "finetune",
     "adapters-parallel",
     "adapters-series",
@@ -59,6 +60,11 @@ def settled(module: nn.Module) -> nn.Module:
 def tiny(seed: int = 0, **options: Any) -> Tiny:
     torch.manual_seed(seed)
     return settled(Tiny(**options)).eval()
+
+
+def hidden_head() -> nn.Sequential:
+    """A network whose head cannot be told: something comes behind it, and nothing says how many classes there are."""
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2), nn.Softmax(1))
 
 
 def batch(count: int = 4, *shape: int, seed: int = 1) -> Tensor:

@@ -22,7 +22,7 @@
         ├── ClassesError       the class list does not fit the head
         └── MissingTaskError   depends on a task that is not here
 
-Every message says what is wrong, where, and what to do.
+Every message says what is wrong, where, and what to do. What is only worth knowing is a `BackboneWarning`.
 """
 
 
@@ -32,6 +32,10 @@ class BitgraftError(Exception):
 
 class BackboneError(BitgraftError, ValueError):
     pass
+
+
+class BackboneWarning(UserWarning):
+    """A backbone works, but hardly any of it could be changed by a task."""
 
 
 class UnknownBackboneError(BackboneError):

@@ -138,7 +138,7 @@ class Network(nn.Module):
         before = dependencies.chosen(recipe, self.tasks, borrow)
         transforms = registry.transforms(recipe, self.anatomy, chosen, rng, [task.transforms for task in before])
         owned = registry.owned(recipe, self.anatomy, chosen)
-        kind, names, tensors, module = heads.plan(self.anatomy, classes, head, rng)
+        kind, names, tensors, module = heads.plan_head(self.anatomy, classes, head, rng)
         metadata = Metadata(
             name=name,
             method=method,

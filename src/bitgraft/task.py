@@ -20,7 +20,7 @@ from bitgraft.transforms.shared_masks import own_mask
 
 HeadKind = Literal["classes", "linear", "module", "keep", "none"]
 """classes: the backbone's own last layer with other tensors in it; linear: one put behind a backbone that gives
-features; module: the user's; keep: the backbone's, as it is; none: features."""
+features, or in the place of a tied last layer; module: the user's; keep: the backbone's, as it is; none: features."""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 import pytest
 import timm
 import torch
+import torchvision
 from tiny import Tiny, batch, run, snapshot, tiny
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from bitgraft import BackboneError, Network, read_anatomy, resnet26, wide_resnet
-from bitgraft.errors import TaskError
+from bitgraft.errors import BackboneWarning, TaskError
 
 
 def layered(*layers):
@@ -206,6 +207,20 @@ def test_the_head_is_the_linear_layer_whose_output_comes_out():
     assert "fc.weight" not in anatomy.weights
 
 
+def test_a_head_whose_maps_are_pooled_is_known_by_the_number_of_classes():
+    net = torchvision.models.squeezenet1_1(num_classes=7)
+    assert read_anatomy(net, example=(1, 3, 64, 64)).head == "classifier.1"
+    del net.num_classes
+    assert not read_anatomy(net, example=(1, 3, 64, 64)).head_known
+
+
+def test_naming_one_of_several_heads_says_which_belong_together():
+    with pytest.raises(
+        BackboneError, match=r"combines the outputs of head, head_dist: pass head=\('head', 'head_dist'\)"
+    ):
+        read_anatomy(timm.create_model("deit_tiny_distilled_patch16_224", depth=1), head="head")
+
+
 def test_a_head_is_found_through_a_view_of_its_output():
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 2, 1), nn.Flatten())
     anatomy = read_anatomy(net)
@@ -272,6 +287,32 @@ def test_what_tasks_share_untouched_is_listed():
     assert read_anatomy(tiny()).outside == ("pointwise.bias",)
 
 
+class Table(nn.Module):
+    """Most of its parameters are in no layer."""
+
+    input_size = (4,)
+
+    def __init__(self, entries: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.entries, self.inner, self.fc = entries, nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.fc(self.inner(x) + (self.entries(torch.tensor(0)) if callable(self.entries) else self.entries[0]))
+
+
+def test_a_backbone_that_tasks_hardly_change_is_warned_of_with_the_share():
+    table = Table(nn.Parameter(torch.zeros(10, 4)))
+    with pytest.warns(
+        BackboneWarning, match=r"only 37% of the parameters of Table; it leaves 'entries', 'inner\.bias'"
+    ):
+        Network(table)
+    read_anatomy(table, transform="*")  # transformed, and whoever names weights has chosen
+
+
+def test_embeddings_are_shared_by_design_and_do_not_count():
+    read_anatomy(Table(nn.Embedding(1000, 4)))
+
+
 # backbones that cannot be read
 
 
@@ -309,6 +350,16 @@ def integer():
     return nn.Sequential(layer, nn.ReLU(), nn.Linear(2, 2))
 
 
+class Int8(torch.Tensor):
+    """As torchao holds quantised weights: a tensor that says float and is something else."""
+
+
+def subclassed():
+    layer = nn.Linear(3, 2)
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Int8), requires_grad=False)
+    return nn.Sequential(layer, nn.ReLU(), nn.Linear(2, 2))
+
+
 def scripted():
     return torch.jit.trace(tiny(), batch())
 
@@ -323,6 +374,7 @@ REFUSED = {
     ),
     "lazy": (lazy, r"'0\.weight' is lazy and has no shape yet: run the backbone once"),
     "integer": (integer, r"'0\.weight' is of type torch\.int8.*before quantisation"),
+    "subclassed": (subclassed, r"'0\.weight' is a Int8, not a plain tensor: pass the backbone before it is quantised"),
     "quantised": (
         lambda: nn.Sequential(nn.Linear(3, 4), torch.ao.nn.quantized.dynamic.Linear(4, 2)),
         "layer '1' is quantised: pass the backbone before quantisation",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bitgraft.backbone import loading
 from bitgraft.backbone.loading import load_backbone, read_backbone, skeleton
-from bitgraft.backbone.models import ResNet26, WideResNet, wide_resnet
+from bitgraft.backbone.models import wide_resnet
 from bitgraft.errors import BackboneError, UnknownBackboneError
 
 SMALL = "wrn-10-1"
@@ -32,9 +32,8 @@ def saved(path: Path, state: Any) -> Path:
 
 def test_our_own_names_build_the_papers_small_networks() -> None:
     wide, small = skeleton("wrn-16-2"), skeleton("resnet26")
-    assert isinstance(wide, WideResNet)
-    assert isinstance(small, ResNet26)
-    assert wide.norm.num_features == 128
+    assert (len(wide.stages[0]), wide.norm.num_features) == (2, 128)
+    assert (len(small.stages[0]), small.norm.num_features) == (4, 256)
 
 
 def test_a_skeleton_has_shapes_and_no_values() -> None:
@@ -136,6 +135,13 @@ def test_timm_is_built_with_the_files_classifier(tmp_path: Path) -> None:
     state = timm.create_model("resnet18", num_classes=3).state_dict()
     loaded = load_backbone("resnet18", weights=saved(tmp_path / "w.safetensors", state))
     assert loaded.num_classes == 3
+
+
+@pytest.mark.parametrize("classes", [3, 0])
+def test_a_distilled_network_is_built_with_the_files_classifiers(classes: int, tmp_path: Path) -> None:
+    name = "deit_tiny_distilled_patch16_224"
+    state = timm.create_model(name, num_classes=classes).state_dict()
+    assert load_backbone(name, weights=saved(tmp_path / "w.safetensors", state)).num_classes == classes
 
 
 def test_everything_that_does_not_fit_is_said(tmp_path: Path) -> None:

@@ -8,8 +8,14 @@ import torch
 from tiny import batch, learn, run, scores, settled
 from torch import nn
 from transformers import (
+    BertConfig,
+    BertForMaskedLM,
     ConvNextV2Config,
     ConvNextV2ForImageClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     ResNetConfig,
     ResNetForImageClassification,
     SwinConfig,
@@ -228,11 +234,12 @@ class Recurrent(nn.Module):
         return self.fc(self.lstm(x)[0].mean(1))
 
 
-@pytest.mark.parametrize(("method", "options"), [("finetune", {}), ("full", {"transform": "*.weight_*"})])
-def test_a_recurrent_layer_runs_with_the_tasks_weights(method, options):
+@pytest.mark.parametrize("method", ["finetune", "full", "lora"])
+def test_a_recurrent_layer_runs_with_the_tasks_weights(method):
     torch.manual_seed(0)
     backbone, images = Recurrent(), batch(4, 5, 6)
-    net = Network(backbone, **options)
+    net = Network(backbone)
+    assert list(net.anatomy.weights) == ["lstm.weight_ih_l0", "lstm.weight_hh_l0"]
     task = net.add_task("t", classes=3, method=method)
     learn(net, "t", images, rate=1.0)
     assert all(p.grad is not None and p.grad.any() for p in task.parameters())
@@ -240,6 +247,60 @@ def test_a_recurrent_layer_runs_with_the_tasks_weights(method, options):
     assert torch.equal(run(net, images, task="t"), run(plain, images))
     plain.lstm.load_state_dict(backbone.lstm.state_dict())
     assert not torch.equal(run(net, images, task="t"), run(plain, images))
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(vocab_size=30, n_positions=8, n_embd=16, n_layer=1, n_head=2, **ENDS))
+
+
+def bert():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    return BertForMaskedLM(BertConfig(vocab_size=30, max_position_embeddings=8, **sizes))
+
+
+def llama():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=30, tie_word_embeddings=True, **sizes, **ENDS))
+
+
+ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+TEXT = {
+    "gpt2": (gpt2, "lm_head", "transformer.h.0.attn.c_attn.weight"),
+    "bert": (bert, "cls.predictions.decoder", "bert.encoder.layer.0.attention.self.query.weight"),
+    "llama": (llama, "lm_head", "model.layers.0.self_attn.q_proj.weight"),
+}
+
+
+@pytest.mark.parametrize("example", [None, {"input_ids": torch.tensor([[3, 4]])}])
+@pytest.mark.parametrize("kind", ["classes", "keep"])
+@pytest.mark.parametrize("name", TEXT)
+def test_a_language_model_with_a_tied_head_takes_a_task(name, kind, example, tmp_path):
+    torch.manual_seed(0)
+    make, head, weight = TEXT[name]
+    words = torch.tensor([[3, 9, 27, 5], [1, 2, 3, 4]])
+    net = Network(make().eval(), example=example, head=head if example is None else "auto")
+    assert net.anatomy.head == head
+    assert weight in net.anatomy.weights
+    assert not any("embed" in name or "wte" in name for name in net.anatomy.weights)
+    net.add_task("t", **({"classes": 5} if kind == "classes" else {"head": "keep"}))
+    learn(net, "t", words)
+    result = run(net, words, task="t")
+    assert result.shape == (2, 4, 5 if kind == "classes" else 30)
+    assert torch.equal(run(net.export("t"), words), result)
+    net.save_task("t", tmp_path / "t.safetensors")
+    net.load_task(tmp_path / "t.safetensors", name="again")
+    assert torch.equal(run(net, words, task="again"), result)
+
+
+def test_gpt2s_linear_layers_have_their_outputs_last():
+    net = Network(gpt2().eval())
+    weight = net.anatomy.weights["transformer.h.0.attn.c_attn.weight"]
+    assert (tuple(weight.shape), weight.outputs) == ((16, 48), 48)
+    made = net.add_task("t", classes=2, per="channel").transforms[weight.name]
+    with torch.no_grad():
+        made.k1.copy_(torch.arange(48.0))
+    base = net.anatomy.tensor(weight.name)
+    torch.testing.assert_close(net.tasks["t"].tensors()[weight.name], base + torch.arange(48.0))
 
 
 def test_a_wide_resnets_depth_must_fit():

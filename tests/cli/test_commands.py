@@ -138,7 +138,7 @@ def test_params_of_the_paper(bitgraft) -> None:
         (["anatomy", "wrn-10-1", "--head", "nope"], 1, "no layer 'nope'"),
         (["anatomy", "wrn-10-1", "--skip", "nope*"], 1, "matches nothing"),
         (["anatomy", "wrn-10-1", "--weights", "nope.pth"], 1, "cannot read the weights"),
-        (["params", "deit_tiny_distilled_patch16_224"], 1, "--head LAYER"),
+        (["params", "tiny:hidden_head"], 1, "--head LAYER"),
         (["inspect", "nope.safetensors"], 1, "cannot read nope.safetensors"),
     ],
 )

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 import bitgraft
 from bitgraft.errors import TaskError
 from bitgraft.methods import registry
-from bitgraft.methods.adapters import LowRank, Parallel, Series
+from bitgraft.methods.adapters import Parallel, Series
 from bitgraft.methods.dan import Recombined
+from bitgraft.methods.lora import LowRank
 from bitgraft.transforms.base import Weight
 from bitgraft.transforms.masked import Masked
 
@@ -119,7 +120,7 @@ def test_a_shaken_task_is_no_longer_the_backbone_and_all_that_is_learned_gets_a_
         assert parameter.grad is not None, (role, parameter.shape)
         assert parameter.grad.isfinite().all()
     changed = [name for name in task.transforms if not torch.equal(task.tensors()[name], net.anatomy.tensor(name))]
-    assert changed or method in ("classifier", "finetune", "adapters-series", "adapters-joint")
+    assert changed or method in ("classifier", "norms", "finetune", "adapters-series", "adapters-joint")
 
 
 WEIGHTS = {
@@ -135,6 +136,7 @@ STATISTICS = 2 * 8
 OTHER_BIASES = 8 + 6 + 4 + 12
 EXPECTED = {
     "classifier": 0,
+    "norms": 32 * (NORM_PARAMETERS + STATISTICS),
     "finetune": 32 * (ENTRIES + NORM_PARAMETERS + STATISTICS + OTHER_BIASES),
     "piggyback": ENTRIES,
     "piggyback-bn": ENTRIES + 32 * (NORM_PARAMETERS + STATISTICS),
@@ -179,6 +181,7 @@ def test_bits_of_channel_wise_k():
 
 ROLES = {
     "classifier": {"head"},
+    "norms": {"norms", "head"},
     "finetune": {"weights", "norms", "head"},
     "packnet": {"weights", "head"},
     "piggyback": {"scores", "head"},
@@ -193,8 +196,14 @@ ROLES = {
 }
 
 
-def test_there_are_eleven_methods():
-    assert set(METHODS) == set(ROLES)
+def test_norms_is_the_classifier_with_norm_layers_of_its_own():
+    net = network()
+    first = net.add_task("norms", classes=3, method="norms", seed=1)
+    second = net.add_task("classifier", classes=3, method="classifier", norms=True, seed=1)
+    for task in (first, second):
+        shake(task)
+    assert first.tensors().keys() == second.tensors().keys()
+    assert torch.equal(net(images(), task="norms"), net(images(), task="classifier"))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,12 +1,17 @@
+import copy
+
 import pytest
 import timm
 import torch
+import torchvision
 from tiny import batch, learn, run, tiny
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from transformers import ViTConfig, ViTForImageClassification, ViTModel
 
+import bitgraft
 from bitgraft import BackboneError, Network, TaskError
-from bitgraft.errors import ClassesError
+from bitgraft.errors import ArchiveError, ClassesError
 
 
 class Mapped(nn.Module):
@@ -174,19 +179,121 @@ def test_heads_learn_in_float32_on_a_backbone_of_another_dtype(dtype, make, own)
     assert torch.equal(run(net.export("t"), x), answer)
 
 
-def test_a_head_tied_to_the_backbone_asks_for_a_module():
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.last.weight = self.first.weight
+class Tied(nn.Module):
+    """The head's weight is that of an earlier layer, as language models tie it to their embedding."""
 
-        def forward(self, x):
-            return self.last(self.first(x).relu())
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
 
-    net = Network(Tied(), head="last")
-    with pytest.raises(BackboneError, match=r"the head's 'last\.weight' is tied to another weight"):
-        net.add_task("t", classes=3)
+    def forward(self, x):
+        return self.last(self.first(x).relu())
+
+
+@pytest.mark.parametrize("kind", ["classes", "keep", "module", "features"])
+def test_a_tied_head_is_kept_or_replaced_by_one_that_is_not_tied(kind, tmp_path):
+    torch.manual_seed(0)
+    net, x = Network(Tied()), batch(4, 4)
+    assert net.anatomy.head == "last"
+    given = {"classes": {"classes": 3}, "keep": {"head": "keep"}, "module": {"head": nn.Linear(4, 2)}}
+    task = net.add_task("t", **given.get(kind, {"head": None}))
+    assert list(task.transforms) == ["first.weight"]
+    learn(net, "t", x)
+    answer = run(net, x, task="t")
+    assert answer.shape == (4, {"classes": 3, "module": 2}.get(kind, 4))
+    plain = net.export("t")
+    assert torch.equal(run(plain, x), answer)
+    assert (getattr(plain.last, "weight", None) is plain.first.weight) == (kind == "keep")
+    kept(net, "t", tmp_path, nn.Linear(4, 2) if kind == "module" else None)
+    assert torch.equal(run(net, x, task="again"), answer)
+    assert torch.equal(net.backbone.last.weight, net.backbone.first.weight)
+
+
+class Distilled(nn.Module):
+    """Two classifiers whose scores are averaged, as in timm's distilled networks."""
+
+    num_classes = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.head, self.head_dist = nn.Linear(8, 6), nn.Linear(8, 6)
+
+    def forward(self, x):
+        x = self.norm(self.stem(x)).relu().mean((2, 3))
+        return (self.head(x) + self.head_dist(x)) / 2
+
+
+@pytest.mark.parametrize("named", ["auto", ("head", "head_dist"), "head*"])
+def test_each_of_several_heads_gets_the_tasks_classes(named, tmp_path):
+    torch.manual_seed(0)
+    net, x = Network(Distilled().eval(), head=named), batch()
+    assert net.anatomy.head == net.anatomy.heads == ("head", "head_dist")
+    net.add_task("t", classes=3)
+    learn(net, "t", x)
+    answer = run(net, x, task="t")
+    assert answer.shape == (4, 3)
+    plain = net.export("t")
+    assert (plain.head.out_features, plain.head_dist.out_features, plain.num_classes) == (3, 3, 3)
+    assert torch.equal(run(plain, x), answer)
+    kept(net, "t", tmp_path)
+    assert torch.equal(run(net, x, task="again"), answer)
+    net.add_task("features", head=None)
+    assert run(net, x, task="features").shape == (4, 8)
+
+
+def test_several_heads_are_replaced_by_as_many_modules(tmp_path):
+    net, x = Network(Distilled().eval()), batch()
+    with pytest.raises(TaskError, match=r"combines 2 heads \(head, head_dist\): pass a torch.nn.ModuleList"):
+        net.add_task("t", classes=4, head=nn.Linear(8, 4))
+    net.add_task("t", classes=4, head=nn.ModuleList([Mapped(), nn.Linear(8, 4)]))
+    learn(net, "t", x)
+    answer = run(net, x, task="t")
+    assert torch.equal(run(net.export("t"), x), answer)
+    kept(net, "t", tmp_path, nn.ModuleList([Mapped(), nn.Linear(8, 4)]))
+    assert torch.equal(run(net, x, task="again"), answer)
+
+
+def test_a_file_of_several_heads_is_refused_where_there_is_one(tmp_path):
+    net = Network(Distilled().eval())
+    net.add_task("t", classes=3)
+    net.save_task("t", tmp_path / "t.safetensors")
+    assert bitgraft.read_archive(tmp_path / "t.safetensors").head_layer == ("head", "head_dist")
+    other = Distilled().eval()
+    other.load_state_dict(net.backbone.state_dict())
+    with pytest.raises(ArchiveError, match="belongs to a backbone"):
+        Network(other, head=None).load_task(tmp_path / "t.safetensors")
+
+
+def detectors():
+    models, small = torchvision.models, {"weights": None, "weights_backbone": None, "num_classes": 3}
+    yield "retinanet", lambda: models.detection.retinanet_resnet50_fpn(min_size=64, max_size=64, **small), "head"
+    yield "ssdlite", lambda: models.detection.ssdlite320_mobilenet_v3_large(**small), "head"
+    yield "lraspp", lambda: models.segmentation.lraspp_mobilenet_v3_large(**small), "classifier"
+
+
+@pytest.mark.parametrize(("make", "name"), [pytest.param(m, n, id=i) for i, m, n in detectors()])
+def test_a_head_module_takes_whatever_the_backbone_hands_it_and_has_its_own_methods(make, name):
+    torch.manual_seed(0)
+    net, x = Network(make().eval(), example=(2, 3, 64, 64), head=name), batch(2, 3, 64, 64)
+    head = copy.deepcopy(net.backbone.get_submodule(name)).requires_grad_(True)
+    net.add_task("t", head=head, method="classifier", norms=True)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.01 * torch.randn_like(parameter))
+    net.tasks["t"].train()
+    box = {"boxes": torch.tensor([[4.0, 4.0, 40.0, 40.0]]), "labels": torch.tensor([1])}
+    if name == "head":
+        sum(net(list(x), [box, box], task="t").values()).backward()  # asks the head for its loss
+    else:
+        net(x, task="t")["out"].square().mean().backward()
+    assert any(parameter.grad is not None and parameter.grad.any() for parameter in head.parameters())
+    net.tasks["t"].eval()
+    with torch.no_grad():
+        answer, exported = net(x, task="t"), net.export("t")(x)
+    for ours, theirs in zip(tree_leaves(answer), tree_leaves(exported), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def small():
@@ -223,3 +330,10 @@ def test_preprocessing_is_the_backbones_unless_given():
     assert net.add_task("given", classes=2, preprocessing={"size": [64, 64]}).metadata.preprocessing == {
         "size": [64, 64]
     }
+
+
+def test_a_tied_head_that_is_no_linear_layer_asks_for_a_module():
+    net = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 3, 1), nn.Flatten())
+    net[3].weight = net[0].weight
+    with pytest.raises(BackboneError, match=r"the head '3' shares weights with other layers.*: pass a head module"):
+        Network(net).add_task("t", classes=2)

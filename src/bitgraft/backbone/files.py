@@ -1,11 +1,9 @@
 """Files that are written whole or not at all, and read with a plain sentence where they cannot be."""
 
 import contextlib
-import mmap
 import os
 import secrets
 import stat
-import sys
 import time
 from pathlib import Path
 
@@ -43,12 +41,13 @@ def write_atomically(path: str | Path, *chunks: bytes | memoryview) -> None:
 
 
 def aligned_room(size: int) -> memoryview:
-    """Room for so many bytes that begins on a page, so on a cache line: a product's last bit depends on where its
-    matrices lie, and torch's own begin there."""
-    if sys.platform == "win32":
-        return memoryview(mmap.mmap(-1, max(1, size)))[:size]
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)  # shared pages are slower
-    return memoryview(mmap.mmap(-1, max(1, size), flags))[:size]
+    """Room for so many bytes that begins on a cache line, as torch's own tensors do: a product's last bit depends on
+    where its matrices lie."""
+    import numpy as np  # few of those who write files need it
+
+    room = np.empty(size + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    return room.data[start : start + size]
 
 
 def read_whole(path: str | Path) -> memoryview:
@@ -56,12 +55,9 @@ def read_whole(path: str | Path) -> memoryview:
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ArchiveError(f"cannot read {path}: it is {_kind(Path(path))}; give the name of a file")
-        with open(path, "rb", buffering=0) as file:
-            room, read = aligned_room(os.fstat(file.fileno()).st_size), 0
-            while (got := file.readinto(room[read:])) and (read := read + got) < len(room):
-                pass
-            rest = file.read()  # somebody made the file longer meanwhile, or cut it
-            return memoryview(bytearray(room) + rest) if rest else room[:read]
+        with open(path, "rb") as file:
+            room = aligned_room(os.fstat(file.fileno()).st_size)
+            return room[: file.readinto(room)]
     except (OSError, ValueError) as cause:
         if isinstance(cause, ArchiveError):
             raise

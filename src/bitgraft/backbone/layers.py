@@ -11,24 +11,26 @@ ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj
 
 
 def is_transposed(module: nn.Module) -> bool:
-    return isinstance(module, _ConvTransposeNd)
+    """A layer whose weight is (inputs, outputs, ...): transposed convolutions, and GPT-2's linear layers."""
+    return isinstance(module, _ConvTransposeNd) or _is_conv1d(module)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """transformers' Conv1D, a linear layer with its weight transposed, known by its looks to spare the import."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def is_conv(module: nn.Module) -> bool:
-    return isinstance(module, _ConvNd) and not is_transposed(module)
+    return isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd)
 
 
 def is_weighted(module: nn.Module) -> bool:
-    return isinstance(module, _ConvNd | nn.Linear)
+    return isinstance(module, _ConvNd | nn.Linear) or _is_conv1d(module)
 
 
 def is_classifier(module: nn.Module) -> bool:
     """A layer that can be a head: linear, or a convolution of size one."""
     return isinstance(module, nn.Linear) or (is_conv(module) and all(s == 1 for s in module.kernel_size))  # type: ignore[union-attr]
-
-
-def dimensions(conv: _ConvNd) -> int:
-    return len(conv.kernel_size)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -62,6 +64,8 @@ def weight_attributes(module: nn.Module) -> list[str]:
         return ["weight"]
     if isinstance(module, nn.MultiheadAttention):
         return [name for name in ATTENTION_WEIGHTS if getattr(module, name) is not None]
+    if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+        return [name for name in module._parameters if name.startswith("weight")]
     return []
 
 

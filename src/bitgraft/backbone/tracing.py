@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from bitgraft.backbone.layers import dimensions, is_classifier, is_norm, is_weighted
+from bitgraft.backbone.layers import is_classifier, is_norm, is_weighted
 from bitgraft.errors import BackboneError
 
 SIZES = (224, 64, 32, 28, 96, 128, 256, 299, 384)  # tried in turn where a backbone does not say what it takes
+
+Example = Tensor | Mapping[str, Any] | Sequence[int]
+"""A batch, a batch of keyword arguments, or the shape of a batch."""
 
 
 @dataclass
@@ -56,7 +59,7 @@ def logits(output: Any) -> Tensor:
     raise BackboneError(f"the backbone returned a {type(output).__name__}, with no tensor of scores in it")
 
 
-def trace(backbone: nn.Module, example: Tensor | Sequence[int] | None) -> Trace:
+def trace(backbone: nn.Module, example: Example | None) -> Trace:
     """Run a private copy once, in evaluation mode, on `example` or on what the backbone seems to take."""
     first = next(iter([*backbone.parameters(), *backbone.buffers()]), None)
     if first is None:
@@ -67,20 +70,28 @@ def trace(backbone: nn.Module, example: Tensor | Sequence[int] | None) -> Trace:
             return _watch(private_copy(backbone).eval(), batch)
         except BackboneError:
             raise
-        except Exception as cause:  # whatever the user's forward raises for a shape it does not take
+        except Exception as cause:  # whatever the user's forward raises for a batch it does not take
             problem = problem or cause
     raise BackboneError(
-        f"{type(backbone).__name__} could not be run to read it ({type(problem).__name__}: {problem}): "
-        "pass a batch that it takes, Network(backbone, example=torch.zeros(1, 3, 224, 224))"
+        f"{type(backbone).__name__} could not be run to read it ({type(problem).__name__}: {problem}): pass a batch "
+        "that it takes, Network(backbone, example=torch.zeros(1, 3, 224, 224)), or example={...} for keyword arguments"
     ) from problem
 
 
-def _examples(backbone: nn.Module, example: Tensor | Sequence[int] | None, like: Tensor) -> list[Tensor]:
-    if isinstance(example, Tensor):
-        return [example]
-    shapes = [tuple(example)] if example is not None else list(_shapes(backbone))
-    kind = like.dtype if like.is_floating_point() else torch.float32
-    return [torch.zeros(shape, device=like.device, dtype=kind) for shape in shapes]
+def _examples(backbone: nn.Module, example: Example | None, like: Tensor) -> Iterator[Tensor | Mapping[str, Any]]:
+    """The example, or what the backbone states, and sizes to try (timm states that of its weights' training)."""
+    if isinstance(example, Tensor | Mapping):
+        yield example
+        return
+    if example is not None:
+        shapes = [tuple(example)]
+    else:
+        stated, words = input_size(backbone), getattr(backbone, "dummy_inputs", None)  # words: transformers
+        if stated is None and isinstance(words, Mapping):
+            yield {name: value.to(like.device) for name, value in words.items()}
+        shapes = [*([(1, *stated)] if stated is not None else []), *_usual_shapes(backbone)]
+    for shape in shapes:
+        yield torch.zeros(shape, device=like.device, dtype=like.dtype if like.is_floating_point() else torch.float32)
 
 
 def input_size(backbone: nn.Module) -> tuple[int, ...] | None:
@@ -94,30 +105,27 @@ def input_size(backbone: nn.Module) -> tuple[int, ...] | None:
     return tuple(size) if size is not None else None
 
 
-def _shapes(backbone: nn.Module) -> Iterator[tuple[int, ...]]:
-    """What the backbone states first (timm states the size that weights were trained at, not the one asked for)."""
-    stated = input_size(backbone)
-    if stated is not None:
-        yield (1, *stated)
+def _usual_shapes(backbone: nn.Module) -> list[tuple[int, ...]]:
+    """Batches of one that the first convolution or linear layer could take."""
     for module in backbone.modules():
         if isinstance(module, nn.modules.conv._ConvNd):
-            sizes = SIZES if dimensions(module) < 3 else (16, 32, 64)
-            yield from ((1, module.in_channels, *[size] * dimensions(module)) for size in sizes)
-            return
+            dimensions = len(module.kernel_size)
+            return [(1, module.in_channels, *[s] * dimensions) for s in (SIZES if dimensions < 3 else (16, 32, 64))]
         if isinstance(module, nn.Linear):
-            yield (1, module.in_features)
-            return
-    yield from ((1, 3, size, size) for size in SIZES)
+            return [(1, module.in_features)]
+    return [(1, 3, size, size) for size in SIZES]
 
 
-def _watch(module: nn.Module, batch: Tensor) -> Trace:
+def _watch(module: nn.Module, batch: Tensor | Mapping[str, Any]) -> Trace:
     watch = _Watch()
     for name, layer in module.named_modules():
-        layer.register_forward_pre_hook(lambda layer, args, name=name: watch.enter(name, layer, args))
+        layer.register_forward_pre_hook(
+            lambda layer, args, kwargs, name=name: watch.enter(name, layer, [*args, *kwargs.values()]), with_kwargs=True
+        )
         layer.register_forward_hook(lambda layer, _, output, name=name: watch.leave(name, layer, output))
     with torch.no_grad(), warnings.catch_warnings(), watch:
         warnings.simplefilter("ignore")  # those of the user's forward belong to the user's calls
-        output = module(batch)
+        output = module(**batch) if isinstance(batch, Mapping) else module(batch)
     return watch.trace(output)
 
 
@@ -132,11 +140,11 @@ class _Watch(TorchFunctionMode):
         self.elsewhere: set[str] = set()
         self.norms_entered = 0
 
-    def enter(self, name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
+    def enter(self, name: str, layer: nn.Module, inputs: list[Any]) -> None:
         if is_norm(layer):
             self.norms_entered += 1
-            if args and id(args[0]) in self.made:
-                self.into_norm[self.made[id(args[0])][0]] = name
+            if inputs and id(inputs[0]) in self.made:
+                self.into_norm[self.made[id(inputs[0])][0]] = name
 
     def leave(self, name: str, layer: nn.Module, output: Any) -> None:
         self.order.setdefault(name, len(self.order))

@@ -25,7 +25,8 @@ def read_weights(source: str) -> dict[str, Tensor]:
     try:
         with path.open("rb") as file:
             start = file.read(9)
-        held = safetensors.torch.load_file(path) if start[8:] == b"{" else _load_torch(path)
+        is_safetensors = start[8:] == b"{"
+        held = safetensors.torch.load_file(path) if is_safetensors else torch.load(path, "cpu", weights_only=True)
     except OSError as cause:
         raise BackboneError(f"cannot read the weights {path}: {cause.strerror or cause}") from cause
     except Exception as cause:  # a damaged file can raise nearly anything
@@ -52,18 +53,19 @@ def prepare(state: Mapping[str, Tensor], model: nn.Module, source: str) -> dict[
 def classes_in(state: Mapping[str, Tensor], model: nn.Module) -> int | None:
     """How many classes the network must be built with to take these tensors; None for as many as it has.
 
-    That can be told where nothing but one layer differs, and that in its number of outputs alone.
+    That can be told where only the number of outputs differs, of one layer or of all classifiers that timm names.
     """
     expected = model.state_dict()
+    stated = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or "fc"
+    heads = (stated,) if isinstance(stated, str) else tuple(stated)
     differing = {n: state[n] for n in expected if n in state and state[n].shape != expected[n].shape}
     layers = {name.rpartition(".")[0] for name in differing}
     outputs = {tensor.shape[0] for tensor in differing.values() if tensor.dim()}
-    if len(layers) == len(outputs) == 1:
+    if len(outputs) == 1 and (len(layers) == 1 or layers == set(heads)):
         same = all(tensor.shape[1:] == expected[name].shape[1:] for name, tensor in differing.items())
         return outputs.pop() if same else None
-    head = getattr(model, "pretrained_cfg", {}).get("classifier", "fc")
-    missing = {name for name in expected if name not in state and not name.endswith(COUNTER)}
-    headless = isinstance(head, str) and missing and all(name.startswith(f"{head}.") for name in missing)
+    missing = _missing(state, expected)
+    headless = missing and all(name.startswith(tuple(f"{head}." for head in heads)) for name in missing)
     return 0 if headless and hasattr(model, "num_classes") else None
 
 
@@ -78,37 +80,29 @@ def fit(state: Mapping[str, Tensor], model: nn.Module, source: str) -> None:
 
 def check(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], network: str, source: str) -> None:
     """Refuse tensors whose names or shapes are not those that a network expects, with everything that does not fit."""
-    missing = [name for name in expected if name not in state and not name.endswith(COUNTER)]
-    unexpected = [name for name in state if name not in expected]
     misshapen = [
         f"{name!r} is {tuple(state[name].shape)} where the network has {tuple(expected[name].shape)}"
         for name in expected
         if name in state and state[name].shape != expected[name].shape
     ]
-    faults = [
-        _listed("tensors of the network are not in it", [repr(name) for name in missing]),
-        _listed("of its tensors are not the network's", [repr(name) for name in unexpected]),
-        _listed("have another shape", misshapen),
-    ]
-    if any(faults):
-        raise BackboneError(
-            f"{source} does not fit {network}: {'; '.join(filter(None, faults))}. Is it a file for another network?"
-        )
+    faults = {
+        "tensors of the network are not in it": [repr(name) for name in _missing(state, expected)],
+        "of its tensors are not the network's": [repr(name) for name in state if name not in expected],
+        "have another shape": misshapen,
+    }
+    said = [f"{len(n)} {what} ({', '.join(n[:3])}{', ...' * (len(n) > 3)})" for what, n in faults.items() if n]
+    if said:
+        raise BackboneError(f"{source} does not fit {network}: {'; '.join(said)}. Is it a file for another network?")
+
+
+def _missing(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    return [name for name in expected if name not in state and not name.endswith(COUNTER)]
 
 
 def write_weights(model: nn.Module, path: str | Path) -> None:
     """Write a network's weights to a safetensors file that `read_weights` takes, whole or not at all."""
     state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
     write_atomically(Path(path), safetensors.torch.save(state))
-
-
-def _listed(what: str, names: list[str]) -> str:
-    more = ", ..." if len(names) > 3 else ""
-    return f"{len(names)} {what} ({', '.join(names[:3])}{more})" if names else ""
-
-
-def _load_torch(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _tensors(held: Any, path: Path) -> dict[str, Tensor]:

@@ -124,8 +124,8 @@ def _kind(kind: str, groups: int) -> str:
 
 
 def _head(read: "Anatomy") -> str:
-    if read.head is not None:
-        return f"{read.head} ({read.features} features)" if read.features else read.head
+    if read.heads:
+        return ", ".join(read.heads) + (f" ({read.features} features)" if read.features else "")
     if read.head_known:
         return f"none: the backbone gives {read.features or ''} features".replace("  ", " ")
     return "cannot be told: say --head LAYER, or --head none for features"

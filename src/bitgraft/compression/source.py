@@ -106,7 +106,11 @@ def _from_state(
             "classes were named: name as many, in the order of its outputs"
         )
     task = net.add_task(
-        name, names, "finetune", head="auto" if outputs is not None else None, preprocessing=preprocessing
+        name,
+        names,
+        "finetune",
+        head="keep" if anatomy.head_tied else "auto" if outputs is not None else None,
+        preprocessing=preprocessing,
     )
     with torch.no_grad():
         for part, tensor in task.owned.items():
@@ -119,7 +123,7 @@ def _outputs(state: Mapping[str, Tensor], anatomy: Anatomy) -> int | None:
     """How many outputs the copy's head has; the backbone's own number where it cannot be told."""
     if anatomy.head is None:
         return None
-    name = f"{anatomy.head}.weight"
+    name = f"{anatomy.heads[0]}.weight"
     for weight in (state.get(name), anatomy.tensor(name) if name in anatomy.places else None):
         if weight is not None and weight.dim():
             return int(weight.shape[0])

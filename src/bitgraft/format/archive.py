@@ -32,8 +32,8 @@ class Archive:
     metadata: Metadata
     backbone: str
     """The fingerprint of the backbone that the task belongs to."""
-    head_layer: str | None
-    """The backbone's last layer, as that task's network had it; None for a backbone that gives features."""
+    head_layer: str | tuple[str, ...] | None
+    """The backbone's last layer, or layers, as that task's network had it; None for a backbone that gives features."""
     shapes: Shapes
     """The weights that the task transforms, in the order in which data reaches them, with their shapes."""
     metrics: Mapping[str, Any]
@@ -93,7 +93,8 @@ def from_bytes(data: bytes | memoryview, source: str = "the task file") -> Archi
     about, tensors = container.decode(data, source)
     metadata, shapes = read_metadata(about, source), read_shapes(about, source)
     tensors = _decoded(tensors, shapes, source)
-    read = Archive(metadata, about["backbone"], about["head_layer"], shapes, about["metrics"], tensors)
+    head_layer = tuple(layer) if isinstance(layer := about["head_layer"], list) else layer
+    read = Archive(metadata, about["backbone"], head_layer, shapes, about["metrics"], tensors)
     _check_parts(read, source)
     return read
 

@@ -147,7 +147,8 @@ def _spread(k: Tensor) -> Spread:
 def _kind(key: str, archive: Archive) -> str:
     name, colon, part = key.partition(":")
     layer, _, last = name.rpartition(".")
-    replaced = archive.metadata.head == "classes" and key.startswith(f"{archive.head_layer}.")
+    layers = archive.head_layer if isinstance(archive.head_layer, tuple) else (archive.head_layer,)
+    replaced = archive.metadata.head == "classes" and key.startswith(tuple(f"{layer}." for layer in layers))
     if key.startswith(HEAD) or replaced:
         return "head"
     if last in STATISTICS or part.endswith(STATISTICS):

@@ -64,7 +64,8 @@ def _check_fields(about: Mapping[str, Any], source: str) -> None:
         if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
             raise CorruptError(f"{source}: {digest!r} should be 64 hexadecimal digits; it is not usable")
     layer = about["head_layer"]
-    if not isinstance(layer, str | None) or (layer is None and about["head"] == "classes"):
+    several = isinstance(layer, list) and len(layer) > 1 and all(isinstance(name, str) for name in layer)
+    if not (several or isinstance(layer, str | None)) or (layer is None and about["head"] == "classes"):
         raise CorruptError(f"{source}: {layer!r} is no layer for a head of kind {about['head']!r}; it is not usable")
     if about["head"] not in get_args(HeadKind):
         known = ", ".join(get_args(HeadKind))

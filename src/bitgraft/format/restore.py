@@ -55,7 +55,7 @@ def _check_places(archive: Archive, anatomy: Anatomy, base: Mapping[str, Tensor]
             raise WrongBackboneError(
                 f"{task} transforms {name!r} of shape {shape}, the backbone has it in {tuple(found.shape)}"
             )
-    if archive.metadata.head in ("classes", "keep") and head != anatomy.head:
+    if archive.metadata.head in ("classes", "keep", "linear") and head != anatomy.head:
         raise WrongBackboneError(
             f"{task} belongs to a backbone whose last layer is {head!r}, this one's is {anatomy.head!r}: "
             f"pass Network(backbone, head={head!r})"

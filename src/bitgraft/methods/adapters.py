@@ -1,15 +1,12 @@
-"""Small additions to a weight or beside a layer: residual adapters (Rebuffi et al.) and LoRA (Hu et al.)."""
+"""Residual adapters (Rebuffi et al.): a 1x1 convolution beside or behind each larger one."""
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bitgraft.errors import TaskError
-from bitgraft.methods.registry import Method, Options, is_number, register_method, uniform
+from bitgraft.methods.registry import Method, Options, register_method
 from bitgraft.transforms.base import Transform, Weight, widened
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -55,16 +52,12 @@ class Series(Transform):
         return weight
 
 
-def parallel(
-    weight: Weight, tensor: Tensor, options: Options, rng: torch.Generator | None, before: Sequence[Transform]
-) -> Parallel | None:
-    odd = all(size % 2 for size in weight.kernel)
-    return Parallel(weight, tensor.device) if _is_spatial(weight) and odd else None
+def parallel(weight: Weight, tensor: Tensor, *_: Any) -> Parallel | None:
+    has_middle = all(size % 2 for size in weight.kernel)
+    return Parallel(weight, tensor.device) if _is_spatial(weight) and has_middle else None
 
 
-def series(
-    weight: Weight, tensor: Tensor, options: Options, rng: torch.Generator | None, before: Sequence[Transform]
-) -> Series | None:
+def series(weight: Weight, tensor: Tensor, *_: Any) -> Series | None:
     return Series(weight, tensor.device) if _is_spatial(weight) else None
 
 
@@ -72,79 +65,11 @@ def _is_spatial(weight: Weight) -> bool:
     return any(size > 1 for size in weight.kernel)
 
 
-@dataclass(frozen=True)
-class LoraOptions(Options):
-    norms: bool = False
-    rank: int = 8
-    alpha: float = 8.0
-    """The update is scaled by alpha / rank."""
+BESIDE = "a 1x1 convolution beside each larger one (residual adapters); own norm layers"
+BEHIND = "a residual 1x1 convolution behind each larger one (residual adapters); own norm layers"
+JOINT = "series adapters, and the weights that tasks share learn along: tasks in turns, on a new backbone"
+EQUATION = "y~ = y + A·BN(y), y = W * x"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            raise TaskError(f"rank={self.rank!r}: give a whole number from 1 on")
-        if not is_number(self.alpha):
-            raise TaskError(f"alpha={self.alpha!r}: give a number")
-
-
-class LowRank(Transform):
-    """W~ = W + (alpha / rank) · B A, with W's filters as rows."""
-
-    def __init__(self, weight: Weight, scale: float, a: Tensor, b: Tensor) -> None:
-        super().__init__()
-        self.weight, self.scale = weight, scale
-        self.a, self.b = nn.Parameter(a), nn.Parameter(b)
-
-    def forward(self, weight: Tensor) -> Tensor:
-        update = self.weight.from_filters(self.b @ self.a)
-        return torch.add(widened(weight), update, alpha=self.scale).to(weight.dtype)
-
-
-def low_rank(
-    weight: Weight, tensor: Tensor, options: LoraOptions, rng: torch.Generator | None, before: Sequence[Transform]
-) -> LowRank:
-    inputs = weight.shape.numel() // weight.outputs
-    rank = min(options.rank, weight.outputs, inputs)
-    bound = 1 / math.sqrt(inputs)
-    a = uniform((rank, inputs), -bound, bound, rng, tensor)
-    b = tensor.new_zeros((weight.outputs, rank), dtype=torch.float32)
-    return LowRank(weight, options.alpha / options.rank, a, b)
-
-
-ADAPTERS_PARALLEL = register_method(
-    Method(
-        name="adapters-parallel",
-        summary="a 1x1 convolution beside each larger one (residual adapters); own norm layers",
-        equation="W~ = W + centre(A)",
-        options=Options(),
-        build=parallel,
-    )
-)
-ADAPTERS_SERIES = register_method(
-    Method(
-        name="adapters-series",
-        summary="a residual 1x1 convolution behind each larger one (residual adapters); own norm layers",
-        equation="y~ = y + A·BN(y), y = W * x",
-        options=Options(),
-        build=series,
-    )
-)
-ADAPTERS_JOINT = register_method(
-    Method(
-        name="adapters-joint",
-        summary="series adapters, and the weights that tasks share learn along: tasks in turns, on a new backbone",
-        equation="y~ = y + A·BN(y), y = W * x, W learned by all tasks",
-        options=Options(),
-        build=series,
-        joint=True,
-    )
-)
-LORA = register_method(
-    Method(
-        name="lora",
-        summary="a low-rank update of each weight; norm layers frozen",
-        equation="W~ = W + (alpha / r) · B A",
-        options=LoraOptions(),
-        build=low_rank,
-    )
-)
+register_method(Method("adapters-parallel", BESIDE, "W~ = W + centre(A)", Options(), parallel))
+register_method(Method("adapters-series", BEHIND, EQUATION, Options(), series))
+register_method(Method("adapters-joint", JOINT, f"{EQUATION}, W learned by all tasks", Options(), series, joint=True))

@@ -1,6 +1,6 @@
 """Deep adaptation networks (Rosenfeld and Tsotsos): a task recombines each layer's filters."""
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +23,10 @@ class Recombined(Transform):
         return strided_like(weight, mixed).to(weight.dtype)
 
 
-def recombined(
-    weight: Weight, tensor: Tensor, options: Options, rng: torch.Generator | None, before: Sequence[Transform]
-) -> Recombined:
+def recombined(weight: Weight, tensor: Tensor, *_: Any) -> Recombined:
     return Recombined(weight, tensor.device)
 
 
-DAN = register_method(
-    Method(
-        name="dan",
-        summary="each layer's filters recombined linearly; own norm layers",
-        equation="W~ = P · W",
-        options=Options(),
-        build=recombined,
-    )
+register_method(
+    Method("dan", "each layer's filters recombined linearly; own norm layers", "W~ = P · W", Options(), recombined)
 )

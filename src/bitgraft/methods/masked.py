@@ -3,13 +3,12 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from bitgraft.errors import TaskError
-from bitgraft.methods.registry import Method, Options, is_number, register_method, uniform
+from bitgraft.methods.registry import Method, Options, is_number, register_method, require, uniform
 from bitgraft.transforms.base import Transform, Weight
 from bitgraft.transforms.bits import Surrogate
 from bitgraft.transforms.masked import Masked, MaskRule
@@ -37,35 +36,29 @@ class MaskOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("k0", "k1", "k2", "k3"):
-            value = getattr(self, name)
-            words = ("learn", "auto") if name == "k0" else ("learn",)
-            if not is_number(value) and value not in words:
-                raise TaskError(f"{name}={value!r}: give a number, or {' or '.join(map(repr, words))}")
-        _one_of("per", self.per, ("layer", "channel"))
-        _one_of("surrogate", self.surrogate, ("identity", "sigmoid"))
-        if not is_number(self.threshold):
-            raise TaskError(f"threshold={self.threshold!r}: give a number")
+            value, words = getattr(self, name), ("learn", "auto") if name == "k0" else ("learn",)
+            require(is_number(value) or value in words, name, value, f"give a number, or {_either(words)}")
+        for name, words in (("per", ("layer", "channel")), ("surrogate", ("identity", "sigmoid"))):
+            require(getattr(self, name) in words, name, getattr(self, name), f"choose {_either(words)}")
+        require(is_number(self.threshold), "threshold", self.threshold, "give a number")
         pair = isinstance(self.init, tuple) and len(self.init) == 2 and all(map(is_number, self.init))
-        if not pair or self.init[0] > self.init[1]:
-            raise TaskError(f"init={self.init!r}: give the lowest and the highest starting value of R")
+        ordered = pair and self.init[0] <= self.init[1]
+        require(ordered, "init", self.init, "give the lowest and the highest starting value of R")
 
     def rule(self, weight: Weight) -> MaskRule:
-        per_channel, k0 = self.per == "channel", self.k0
-        if k0 == "auto":
-            k0 = 1.0 if (weight.channels_scale_free if per_channel else weight.scale_free) else "learn"
-        return _rule(k0, self.k1, self.k2, self.k3, self.threshold, self.surrogate, per_channel)
+        return _rule(self, weight.channels_scale_free if self.per == "channel" else weight.scale_free)
+
+
+def _either(words: tuple[str, ...]) -> str:
+    return " or ".join(map(repr, words))
 
 
 @functools.lru_cache
-def _rule(k0: K, k1: K, k2: K, k3: K, threshold: float, surrogate: Surrogate, per_channel: bool) -> MaskRule:
+def _rule(options: MaskOptions, scale_free: bool) -> MaskRule:
     """One for all layers and tasks that have the same."""
-    fixed = tuple(None if isinstance(value, str) else float(value) for value in (k0, k1, k2, k3))
-    return MaskRule(fixed, threshold, surrogate, per_channel)
-
-
-def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise TaskError(f"{name}={value!r}: choose {' or '.join(map(repr, choices))}")
+    k0 = options.k0 if options.k0 != "auto" else 1.0 if scale_free else "learn"
+    fixed = [None if isinstance(k, str) else float(k) for k in (k0, options.k1, options.k2, options.k3)]
+    return MaskRule(tuple(fixed), options.threshold, options.surrogate, options.per == "channel")
 
 
 def masked(
@@ -77,41 +70,16 @@ def masked(
     return Borrowing(own, earlier, tensor.device) if earlier else own
 
 
-FULL = register_method(
+LEARNED = "masks with a learned scale, shift and product term; own norm layers (the paper)"
+FILTER = "a mask that filters the weights; norm layers frozen, starting as its own code does"
+PIGGYBACK = MaskOptions(norms=False, k0=0.0, k1=0.0, k2=0.0, k3=1.0, threshold=5e-3, init=(1e-2, 1e-2))
+OWN_NORMS = replace(PIGGYBACK, norms=True)
+
+register_method(Method("full", LEARNED, "W~ = k0 W + k1 1 + k2 M + k3 W∘M", MaskOptions(), masked, borrows=True))
+register_method(
     Method(
-        name="full",
-        summary="masks with a learned scale, shift and product term; own norm layers (the paper)",
-        equation="W~ = k0 W + k1 1 + k2 M + k3 W∘M",
-        options=MaskOptions(),
-        build=masked,
-        borrows=True,
+        "simple", "full without the product term (the paper)", "W~ = k0 W + k1 1 + k2 M", MaskOptions(k3=0.0), masked
     )
 )
-SIMPLE = register_method(
-    replace(
-        FULL,
-        name="simple",
-        summary="full without the product term (the paper)",
-        equation="W~ = k0 W + k1 1 + k2 M",
-        options=MaskOptions(k3=0.0),
-        borrows=False,
-    )
-)
-PIGGYBACK = register_method(
-    replace(
-        FULL,
-        name="piggyback",
-        summary="a mask that filters the weights; norm layers frozen, starting as its own code does",
-        equation="W~ = W∘M",
-        options=MaskOptions(norms=False, k0=0.0, k1=0.0, k2=0.0, k3=1.0, threshold=5e-3, init=(1e-2, 1e-2)),
-        borrows=False,
-    )
-)
-PIGGYBACK_BN = register_method(
-    replace(
-        PIGGYBACK,
-        name="piggyback-bn",
-        summary="piggyback with the task's own norm layers",
-        options=replace(PIGGYBACK.options, norms=True),
-    )
-)
+register_method(Method("piggyback", FILTER, "W~ = W∘M", PIGGYBACK, masked))
+register_method(Method("piggyback-bn", "piggyback with the task's own norm layers", "W~ = W∘M", OWN_NORMS, masked))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bitgraft.errors import CorruptError, NoFreeWeightsError, TaskError
-from bitgraft.methods.registry import Method, Options, Phase, is_number, register_method
+from bitgraft.methods.registry import Method, Options, Phase, is_number, register_method, require
 from bitgraft.transforms.base import Transform, Weight, expect, strided_like, widened
 from bitgraft.transforms.bits import pack, packed_size, unpack
 
@@ -22,12 +22,9 @@ class PacknetOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not is_number(self.keep) or not 0 < self.keep < 1:
-            raise TaskError(
-                f"keep={self.keep!r}: give the share of the backbone's weights to keep, above 0 and below 1"
-            )
-        if not isinstance(self.base, bool):
-            raise TaskError(f"base={self.base!r}: give True or False")
+        share = is_number(self.keep) and 0 < self.keep < 1
+        require(share, "keep", self.keep, "give the share of the backbone's weights to keep, above 0 and below 1")
+        require(isinstance(self.base, bool), "base", self.base, "give True or False")
 
 
 class Packed(Transform):
@@ -126,7 +123,7 @@ def refuse_full_network(built: Mapping[str, Transform]) -> None:
         )
 
 
-PACKNET = register_method(
+register_method(
     Method(
         name="packnet",
         summary="each task trains the weights that earlier tasks pruned away; order matters",

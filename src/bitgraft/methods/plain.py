@@ -1,21 +1,11 @@
-"""The two ends: nothing but a head, and a whole network of its own."""
+"""No transforms: a head alone, with norm layers, or a whole network of its own."""
 
 from bitgraft.methods.registry import Method, Options, register_method
 
-CLASSIFIER = register_method(
-    Method(
-        name="classifier",
-        summary="the backbone as it is, a head of its own (feature extractor)",
-        equation="W~ = W",
-        options=Options(norms=False),
-    )
+register_method(
+    Method("classifier", "the backbone as it is, a head of its own (feature extractor)", "W~ = W", Options(norms=False))
 )
-FINETUNE = register_method(
-    Method(
-        name="finetune",
-        summary="every tensor free (individual network)",
-        equation="W~ = W + D",
-        options=Options(),
-        owns_everything=True,
-    )
+register_method(Method("norms", "the backbone's weights as they are; own norm layers and head", "W~ = W", Options()))
+register_method(
+    Method("finetune", "every tensor free (individual network)", "W~ = W + D", Options(), owns_everything=True)
 )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bitgraft.backbone.anatomy import Anatomy
+from bitgraft.backbone.layers import is_parameter
 from bitgraft.errors import TaskError
 from bitgraft.transforms.base import Transform, Weight
 
@@ -25,10 +26,14 @@ class Options:
     """Patterns of further tensors to own outright, for example ("*.bias",)."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.norms, bool):
-            raise TaskError(f"norms={self.norms!r}: give True or False")
-        if not isinstance(self.own, tuple) or not all(isinstance(pattern, str) for pattern in self.own):
-            raise TaskError(f"own={self.own!r}: give a list of patterns, for example ['*.bias']")
+        require(isinstance(self.norms, bool), "norms", self.norms, "give True or False")
+        patterns = isinstance(self.own, tuple) and all(isinstance(pattern, str) for pattern in self.own)
+        require(patterns, "own", self.own, "give a list of patterns, for example ['*.bias']")
+
+
+def require(fits: bool, name: str, value: Any, remedy: str) -> None:
+    if not fits:
+        raise TaskError(f"{name}={value!r}: {remedy}")
 
 
 def is_number(value: Any) -> bool:
@@ -120,11 +125,9 @@ def transforms(
     if method.build is None:
         return {}
     built, outright = {}, owned_names(method, anatomy, options)
-    for name, weight in anatomy.weights.items():
-        if name in outright:
-            continue
-        transform = method.build(weight, anatomy.tensor(name).detach(), options, rng, at(name, before))
-        if transform is not None:
+    for name in (name for name in anatomy.weights if name not in outright):
+        weight, tensor = anatomy.weights[name], anatomy.tensor(name).detach()
+        if (transform := method.build(weight, tensor, options, rng, at(name, before))) is not None:
             built[name] = transform
     if method.check is not None:
         method.check(built)
@@ -151,27 +154,22 @@ def owned_names(method: Method, anatomy: Anatomy, options: Options) -> set[str]:
 
 
 def owned(method: Method, anatomy: Anatomy, options: Options) -> dict[str, Tensor]:
-    """Copies of the backbone's tensors that a new task starts from, head apart."""
-    chosen = owned_names(method, anatomy, options)
-    parameters = {name for name, _ in anatomy.backbone.named_parameters()}
-    return {name: own_copy(anatomy.tensor(name), name in parameters) for name in anatomy.places if name in chosen}
-
-
-def own_copy(tensor: Tensor, learned: bool) -> Tensor:
-    """A task's copy of a tensor: learned ones in float32, whatever the backbone is in."""
-    copy = tensor.detach().clone()
-    return nn.Parameter(copy.to(torch.float32)) if learned and copy.is_floating_point() else copy
+    """Copies of the backbone's tensors that a new task starts from, head apart; learned ones in float32."""
+    chosen, copies = owned_names(method, anatomy, options), {}
+    for name in (name for name in anatomy.places if name in chosen):
+        tensor = anatomy.tensor(name)
+        learned = is_parameter(tensor) and tensor.is_floating_point()
+        copy = tensor.detach().clone()
+        copies[name] = nn.Parameter(copy.to(torch.float32)) if learned else copy
+    return copies
 
 
 def uniform(
     shape: torch.Size | tuple[int, ...], low: float, high: float, rng: torch.Generator | None, like: Tensor
 ) -> Tensor:
     """Float32 values, U(low, high), in `like`'s device and, for the same shape, its memory format."""
-    out = (
-        torch.empty_like(like, dtype=torch.float32)
-        if like.shape == shape
-        else like.new_empty(shape, dtype=torch.float32)
-    )
+    same = like.shape == shape
+    out = torch.empty_like(like, dtype=torch.float32) if same else like.new_empty(shape, dtype=torch.float32)
     if rng is None:
         return out
     values = torch.rand(shape, generator=rng)  # drawn on the CPU, so that a seed means the same everywhere

@@ -1,23 +1,27 @@
-"""What comes out of a task: classes, the backbone's own output, a module of the user's, or features."""
+"""What comes out of a task: classes, the backbone's own output, a module of the user's, or features.
+
+`plan_head` decides it when a task is added; `place_head` puts it into the module that runs the task.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from bitgraft.backbone.anatomy import Anatomy, unknown_head
 from bitgraft.backbone.tracing import input_size
 from bitgraft.errors import BackboneError, ClassesError, TaskError
 from bitgraft.methods.registry import uniform
-from bitgraft.task import HeadKind
+from bitgraft.task import HeadKind, Task
 
 Plan = tuple[HeadKind, tuple[str, ...] | None, dict[str, Tensor], nn.Module | None]
 """The kind of head, the names of the classes, tensors for the backbone's last layer, a module to take its place."""
 
 
-def plan(
+def plan_head(
     anatomy: Anatomy,
     classes: int | Sequence[str] | None,
     head: nn.Module | Literal["auto", "keep"] | None,
@@ -25,14 +29,14 @@ def plan(
 ) -> Plan:
     names = class_names(classes)
     if isinstance(head, nn.Module):
-        _check_place(anatomy)
+        _check_place(anatomy, head)
         return "module", names, {}, head
     if head == "keep":
         return "keep", names, {}, None
     if head is None:
         if names is not None:
             raise TaskError("a task that gives features (head=None) has no classes: leave one of the two out")
-        if anatomy.head is None and not anatomy.head_known:
+        if not anatomy.head_known:
             raise unknown_head(anatomy.backbone)
         return "none", None, {}, None
     if head != "auto":
@@ -42,14 +46,19 @@ def plan(
     return _classifier(anatomy, names, rng)
 
 
-def _check_place(anatomy: Anatomy) -> None:
-    """There is a layer for a head to replace, or a tensor of features for it to take."""
-    if anatomy.head is None and not anatomy.head_known:
+def _check_place(anatomy: Anatomy, head: nn.Module | None) -> None:
+    """There is a layer for a head to replace, a head for each if there are several, or a tensor of features to take."""
+    if not anatomy.head_known:
         raise unknown_head(anatomy.backbone)
-    if anatomy.head is None and anatomy.wrapped is not None:
+    if not anatomy.heads and anatomy.wrapped is not None:
         raise BackboneError(
             f"the backbone gives a {anatomy.wrapped}, which no head takes: "
             "wrap it in a module that gives the tensor of features"
+        )
+    count = len(anatomy.heads)
+    if head is not None and count > 1 and not (isinstance(head, nn.ModuleList) and len(head) == count):
+        raise TaskError(
+            f"the backbone combines {count} heads ({', '.join(anatomy.heads)}): pass a torch.nn.ModuleList of as many"
         )
 
 
@@ -79,8 +88,14 @@ def stated_preprocessing(backbone: nn.Module) -> dict[str, Any]:
 
 
 def _classifier(anatomy: Anatomy, names: tuple[str, ...], rng: torch.Generator) -> Plan:
-    _check_place(anatomy)
-    if anatomy.head is None:
+    """Other tensors for the backbone's last layer, or a layer behind the features or in the place of a tied one."""
+    _check_place(anatomy, None)
+    layers = [anatomy.backbone.get_submodule(head) for head in anatomy.heads]
+    if anatomy.head_tied and not (len(layers) == 1 and isinstance(layers[0], nn.Linear)):
+        raise BackboneError(
+            f"the head {anatomy.head!r} shares weights with other layers, and is no linear layer: pass a head module"
+        )
+    if not layers or anatomy.head_tied:
         if anatomy.features is None:
             raise BackboneError(
                 "the backbone's output has no dimension of features to put a classifier on: pass a head module"
@@ -89,13 +104,9 @@ def _classifier(anatomy: Anatomy, names: tuple[str, ...], rng: torch.Generator) 
         linear = nn.Linear(anatomy.features, len(names), device="meta")
         linear.load_state_dict(_fresh(linear, len(names), rng, device), assign=True)
         return "linear", names, {}, linear
-    layer = anatomy.backbone.get_submodule(anatomy.head)
-    tensors = {f"{anatomy.head}.{name}": t for name, t in _fresh(layer, len(names), rng, None).items()}
-    for name in tensors:
-        if len(anatomy.places.get(name, ())) != 1:
-            raise BackboneError(
-                f"the head's {name!r} is tied to another weight of the backbone: pass a head module instead"
-            )
+    tensors: dict[str, Tensor] = {}
+    for head, layer in zip(anatomy.heads, layers, strict=True):
+        tensors |= {f"{head}.{name}": tensor for name, tensor in _fresh(layer, len(names), rng, None).items()}
     return "classes", names, tensors, None
 
 
@@ -108,7 +119,91 @@ def _fresh(layer: nn.Module, outputs: int, rng: torch.Generator, device: torch.d
         )
     like = torch.empty(0, device=device or weight.device)
     bound = 1 / math.sqrt(weight[0].numel())
-    tensors: Mapping[str, Tensor] = {"weight": uniform((outputs, *weight.shape[1:]), -bound, bound, rng, like)}
-    if layer._parameters.get("bias") is not None:
-        tensors = {**tensors, "bias": uniform((outputs,), -bound, bound, rng, like)}
-    return {name: nn.Parameter(tensor) for name, tensor in tensors.items()}
+    shapes = {"weight": (outputs, *weight.shape[1:]), "bias": (outputs,)}
+    held = [name for name in shapes if layer._parameters.get(name) is not None]
+    return {name: nn.Parameter(uniform(shapes[name], -bound, bound, rng, like)) for name in held}
+
+
+def place_head(module: nn.Module, task: Task) -> "Headed | None":
+    """Give a copy of the backbone the task's head; returned if it goes behind the module rather than into it."""
+    kind, heads = task.metadata.head, task.anatomy.heads
+    if kind != "keep":
+        layers = [module.get_submodule(name) for name in heads] if kind == "classes" else []
+        _state_outputs(module, layers, 0 if kind == "none" else len(task.classes or ()) or None)
+    if kind == "none":
+        for name in heads:
+            module.set_submodule(name, nn.Identity())
+    if task.head is None:
+        return None
+    if not heads:
+        return Headed(task.head)
+    for name, head in zip(heads, task.head if len(heads) > 1 else [task.head], strict=True):  # type: ignore[arg-type]
+        module.set_submodule(name, Headed(head))
+    return None
+
+
+def _state_outputs(module: nn.Module, heads: list[nn.Module], count: int | None) -> None:
+    """Keep what modules say about their outputs true, for whoever reads it (timm, transformers, exporters)."""
+    stated: list[tuple[Any, str]] = [(head, name) for head in heads for name in ("out_features", "out_channels")]
+    stated += [(module, "num_classes"), (module, "num_labels"), (getattr(module, "config", None), "num_labels")]
+    for owner, attribute in stated:
+        if count is not None and isinstance(getattr(owner, attribute, None), int):
+            setattr(owner, attribute, count)
+
+
+class Headed(nn.Module):
+    """A head module in its own dtype, float32, whatever the backbone is in. Its attributes are those of the module."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self._own_dtype = next((p.dtype for p in layer.parameters() if p.is_floating_point()), None)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "layer":  # not there yet: it is being copied
+                raise
+            return getattr(self.layer, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = next((t.dtype for t in tree_leaves((args, kwargs)) if _is_float(t)), None)
+        if self._own_dtype in (None, given) or given is None:
+            return self.layer(*args, **kwargs)
+        args, kwargs = _cast((args, kwargs), self._own_dtype)
+        return _cast(self.layer(*args, **kwargs), given)
+
+    def ordinary(self, dtype: torch.dtype) -> nn.Module:
+        """The same without bitgraft, for a backbone of this dtype."""
+        return self.layer if self._own_dtype in (None, dtype) else as_graph(_Rounding(self.layer, self._own_dtype))
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+    return tree_map(lambda value: value.to(dtype) if _is_float(value) else value, values)
+
+
+class _Rounding(nn.Module):
+    """What `Headed` does for one tensor, in a form that can be traced."""
+
+    def __init__(self, layer: nn.Module, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.layer, self.dtype = layer, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x.to(self.dtype))
+        return output.to(x.dtype)
+
+
+def as_graph(module: nn.Module) -> nn.Module:
+    """A module around `layer` as one graph of ordinary modules, which opens where bitgraft is not installed."""
+
+    class Tracer(fx.Tracer):
+        def is_leaf_module(self, inner: nn.Module, path: str) -> bool:
+            return inner is module.layer or super().is_leaf_module(inner, path)
+
+    return fx.GraphModule(module, Tracer().trace(module), class_name=type(module).__name__.lstrip("_"))

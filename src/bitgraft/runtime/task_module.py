@@ -12,11 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from bitgraft.backbone.anatomy import Anatomy
 from bitgraft.backbone.layers import is_norm
 from bitgraft.backbone.tracing import private_copy
+from bitgraft.runtime.heads import Headed, as_graph, place_head
 from bitgraft.runtime.snapshot import Snapshot
 from bitgraft.task import Task
 
@@ -41,7 +42,7 @@ class TaskModule:
             self.module = private_copy(task.anatomy.backbone)
             self._slots = _slots(self.module, task.anatomy)
             self._norms = [(p, m) for p, m in self.module.named_modules() if is_norm(m) and m._buffers]
-            self._behind = _place_head(self.module, task)
+            self._behind = place_head(self.module, task)
         added = _tails(self.module, task) + ([(self.module, self._behind)] if self._behind is not None else [])
         self._hooks = [
             layer.register_forward_hook(lambda layer, args, output, tail=tail: tail(output)) for layer, tail in added
@@ -59,7 +60,7 @@ class TaskModule:
     def switch_to(self, task: Task) -> None:
         """Run another task from now on, which differs in tensors alone. Its weights go where the last one's are."""
         self.task, self._mode = task, ()
-        _place_head(self.module, task)
+        place_head(self.module, task)
         with torch.inference_mode(False):
             for name in task.transforms.keys() - self._buffers.keys():
                 self._buffers[name] = torch.empty_like(task.anatomy.tensor(name), requires_grad=False)
@@ -98,9 +99,9 @@ class TaskModule:
         with torch.inference_mode(False), torch.no_grad():
             self.refresh()
             for layer, tail in _tails(self.module, self.task):
-                _replace(self.module, layer, _as_graph(_Tailed(layer, tail)))
+                _replace(self.module, layer, as_graph(_Tailed(layer, tail)))
             whole = self.module if self._behind is None else nn.Sequential(self.module, self._behind)
-            for headed in [module for module in whole.modules() if isinstance(module, _Headed)]:
+            for headed in [module for module in whole.modules() if isinstance(module, Headed)]:
                 _replace(whole, headed, headed.ordinary(self.task.anatomy.dtype))
             return _with_own_memory(copy.deepcopy(whole)).eval()
 
@@ -191,35 +192,6 @@ def _holders(owner: nn.Module, attribute: str) -> Iterator[Slot]:
         yield owner._flat_weights, owner._flat_weights_names.index(attribute)
 
 
-def _place_head(module: nn.Module, task: Task) -> "_Headed | None":
-    """Give the copy the task's head; returned if it goes behind the module rather than into it."""
-    kind, name = task.metadata.head, task.anatomy.head
-    if kind != "keep":
-        layer = module.get_submodule(name) if kind == "classes" and name is not None else None
-        _state_outputs(module, layer, 0 if kind == "none" else len(task.classes or ()) or None)
-    if kind == "none" and name is not None:
-        module.set_submodule(name, nn.Identity())
-    if task.head is None:
-        return None
-    if name is None:
-        return _Headed(task.head)
-    module.set_submodule(name, _Headed(task.head))
-    return None
-
-
-def _state_outputs(module: nn.Module, head: nn.Module | None, count: int | None) -> None:
-    """Keep what modules say about their outputs true, for whoever reads it (timm, transformers, exporters)."""
-    for owner, attribute in [
-        (head, "out_features"),
-        (head, "out_channels"),
-        (module, "num_classes"),
-        (module, "num_labels"),
-        (getattr(module, "config", None), "num_labels"),
-    ]:
-        if count is not None and isinstance(getattr(owner, attribute, None), int):
-            setattr(owner, attribute, count)
-
-
 def _tails(module: nn.Module, task: Task) -> list[tuple[nn.Module, nn.Module]]:
     paths = [(name.rpartition(".")[0], transform.tail) for name, transform in task.transforms.items()]
     return [(module.get_submodule(path), tail) for path, tail in paths if tail is not None]
@@ -234,46 +206,7 @@ class _Tailed(nn.Module):
         return self.tail(self.layer(x))  # type: ignore[no-any-return]
 
 
-class _Headed(nn.Module):
-    """A head module in its own dtype, float32, whatever the backbone is in."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-        self.dtype = next((p.dtype for p in layer.parameters() if p.is_floating_point()), None)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.layer(x) if self.dtype in (None, x.dtype) else _run_in(self.dtype, self.layer, x)
-
-    def ordinary(self, dtype: torch.dtype) -> nn.Module:
-        return self.layer if self.dtype in (None, dtype) else _as_graph(_Rounding(self.layer, self.dtype))
-
-
-class _Rounding(nn.Module):
-    def __init__(self, layer: nn.Module, dtype: torch.dtype | None) -> None:
-        super().__init__()
-        self.layer, self.dtype = layer, dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _run_in(self.dtype, self.layer, x)
-
-
-def _run_in(dtype: torch.dtype | None, layer: nn.Module, x: Tensor) -> Tensor:
-    output: Tensor = layer(x.to(dtype))
-    return output.to(x.dtype)
-
-
 def _replace(tree: nn.Module, old: nn.Module, new: nn.Module) -> None:
     for path, module in list(tree.named_modules(remove_duplicate=False)):
         if module is old:
             tree.set_submodule(path, new)
-
-
-def _as_graph(module: _Tailed | _Rounding) -> nn.Module:
-    """The same as one graph of ordinary modules, which opens where bitgraft is not installed."""
-
-    class Tracer(fx.Tracer):
-        def is_leaf_module(self, inner: nn.Module, path: str) -> bool:
-            return inner is module.layer or super().is_leaf_module(inner, path)
-
-    return fx.GraphModule(module, Tracer().trace(module), class_name=type(module).__name__.lstrip("_"))

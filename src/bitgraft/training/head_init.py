@@ -80,8 +80,8 @@ def look(
     task_module = TaskModule(task)
     task_module.refresh()
     seen, hooks = Look(), []
-    if head := head and task.metadata.head in ("classes", "linear"):
-        layer = task.head if task.head is not None else task_module.module.get_submodule(net.anatomy.head or "")
+    if head := head and len(net.anatomy.heads) < 2 and task.metadata.head in ("classes", "linear"):
+        layer = task.head if task.head is not None else task_module.module.get_submodule(net.anatomy.heads[0])
         hooks.append(layer.register_forward_pre_hook(lambda layer, args: seen.features.append(args[0])))
     inputs = Inputs({id(task_module.module.get_parameter(name)): name for name in levelled(task)} if means else {})
     try:
@@ -116,7 +116,7 @@ def _head_parameters(net: Network, name: str) -> tuple[nn.Parameter, nn.Paramete
         held: dict[str, Any] = dict(task.head.named_parameters())
         return held["weight"], held.get("bias")
     owned: dict[str, Any] = task.owned
-    return owned[f"{net.anatomy.head}.weight"], owned.get(f"{net.anatomy.head}.bias")
+    return owned[f"{net.anatomy.heads[0]}.weight"], owned.get(f"{net.anatomy.heads[0]}.bias")
 
 
 def _is_pixel(features: Tensor) -> bool:

@@ -1,0 +1,55 @@
+"""Refuses what cannot be a backbone, and warns of one that tasks could hardly change."""
+
+import warnings
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from bitgraft.errors import BackboneError, BackboneWarning
+
+
+def refuse(backbone: nn.Module) -> None:
+    """Raise for a backbone whose weights cannot be replaced by others."""
+    if not isinstance(backbone, nn.Module):
+        raise BackboneError(
+            f"a backbone is a torch.nn.Module, not a {type(backbone).__name__}: build it first, timm.create_model(...)"
+        )
+    if isinstance(backbone, torch.jit.ScriptModule):
+        raise BackboneError("the backbone is a TorchScript module, whose weights are fixed: pass the Python module")
+    if hasattr(backbone, "_orig_mod"):
+        raise BackboneError("the backbone is already compiled: pass the plain module and compile the Network instead")
+    if isinstance(backbone, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise BackboneError("the backbone is wrapped for parallel training: pass `backbone.module`")
+    for name, module in backbone.named_modules():
+        if hasattr(module, "parametrizations"):
+            remedy = "call torch.nn.utils.parametrize.remove_parametrizations on it first"
+            raise BackboneError(f"layer {name!r} computes its weight with a parametrization: {remedy}")
+        if ".quantized" in type(module).__module__:
+            raise BackboneError(f"layer {name!r} is quantised: pass the backbone before quantisation")
+    for name, tensor in [*backbone.named_parameters(), *backbone.named_buffers()]:
+        if is_lazy(tensor):
+            raise BackboneError(f"{name!r} is lazy and has no shape yet: run the backbone once on a batch first")
+        if type(tensor) not in (Tensor, nn.Parameter):  # torchao, bitsandbytes, DTensor
+            raise BackboneError(
+                f"{name!r} is a {type(tensor).__name__}, not a plain tensor: "
+                "pass the backbone before it is quantised or sharded"
+            )
+
+
+def warn_of_shared(backbone: nn.Module, shared: Collection[str]) -> None:
+    """Warn where tasks share more than half of the parameters untouched, not counting embeddings (text models)."""
+    embeddings = {id(m.weight) for m in backbone.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+    sizes = {name: p.numel() for name, p in backbone.named_parameters() if id(p) not in embeddings}
+    untouched = sorted((name for name in shared if name in sizes), key=lambda name: -sizes[name])
+    share = 1 - sum(sizes[name] for name in untouched) / max(1, sum(sizes.values()))
+    if share < 0.5:
+        apart = ", embeddings apart" if embeddings else ""
+        warnings.warn(
+            f"a task can change only {share:.0%} of the parameters of {type(backbone).__name__}{apart}; it leaves "
+            f"{', '.join(map(repr, untouched[:3]))} as they are: Network(backbone, transform=...) takes patterns of "
+            "further weights to transform, and add_task(..., own=...) of tensors to learn outright",
+            BackboneWarning,
+            stacklevel=4,
+        )

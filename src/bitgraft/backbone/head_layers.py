@@ -1,0 +1,66 @@
+"""Finds the layers that are a backbone's head: one classifier, or several whose outputs it combines."""
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from bitgraft.backbone.layers import is_classifier, is_weighted
+from bitgraft.backbone.tracing import Trace
+from bitgraft.errors import BackboneError
+
+
+def find_heads(backbone: nn.Module, seen: Trace) -> tuple[str, ...] | None:
+    """The layer whose output is the network's; else the last that ran, if they give as many outputs as it has classes.
+
+    The latter are heads whose outputs are averaged (distilled networks) or pooled (SqueezeNet). Nothing for a backbone
+    that gives features; None if it cannot be told.
+    """
+    if seen.last is not None:
+        return (seen.last,)
+    count = getattr(backbone, "num_classes", getattr(backbone, "num_labels", None))
+    if count == 0:
+        return ()  # how timm marks a backbone that gives features
+    heads = []
+    for path in sorted(seen.order, key=seen.order.__getitem__, reverse=True):
+        layer: Any = backbone.get_submodule(path)
+        if is_weighted(layer):
+            if not is_classifier(layer) or len(layer.weight) != count:
+                break
+            heads.append(path)
+    return tuple(path for path, _ in backbone.named_modules() if path in heads) or None
+
+
+def named_heads(backbone: nn.Module, seen: Trace, given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The layers that the user names, by patterns; all of those that are combined, or none can have other outputs."""
+    patterns = [given] if isinstance(given, str) else list(given or ())
+    layers = [path for path, layer in backbone.named_modules() if path and _has_tensors(layer)]
+    for pattern in patterns:
+        if not any(fnmatchcase(path, pattern) for path in layers):
+            raise BackboneError(
+                f"the backbone has no layer {pattern!r} with weights to be its head; {heads_hint(backbone)}"
+            )
+    found = [path for path in layers if any(fnmatchcase(path, pattern) for pattern in patterns)]
+    heads = tuple(path for path in found if not within(path.rpartition(".")[0], found))
+    combined = find_heads(backbone, seen) or ()
+    if heads and set(heads) < set(combined):
+        raise BackboneError(
+            f"{type(backbone).__name__} combines the outputs of {', '.join(combined)}: pass head={combined!r}"
+        )
+    return heads
+
+
+def within(path: str, layers: Iterable[str]) -> bool:
+    """The path is that of one of these layers, or of a part of one."""
+    return any(path == layer or path.startswith(f"{layer}.") for layer in layers)
+
+
+def heads_hint(backbone: nn.Module) -> str:
+    linear = [name for name, module in backbone.named_modules() if isinstance(module, nn.Linear)]
+    last = ", ".join(repr(name) for name in linear[-3:])
+    return f"its last linear layers are {last}" if last else "it has no linear layer"
+
+
+def _has_tensors(layer: nn.Module) -> bool:
+    return next(layer.parameters(), None) is not None or next(layer.buffers(), None) is not None
