@@ -18,11 +18,12 @@ from torch.utils.data import TensorDataset
 from bitgraft.errors import TrainingError
 from bitgraft.methods import registry
 from bitgraft.network import Network
-from bitgraft.training.config import DECATHLON, IMAGENET_TO_SKETCH, QUICK, Config, preset
+from bitgraft.training.config import Config
 from bitgraft.training.evaluation import score
-from bitgraft.training.loader import Batches
+from bitgraft.training.loader import Batches, Part
 from bitgraft.training.loop import StoppedError, fit
 from bitgraft.training.optimizers import build, centralize_gradients, clip_to_ema_norm, rate_factor
+from bitgraft.training.presets import DECATHLON, IMAGENET_TO_SKETCH, QUICK, preset
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -63,11 +64,11 @@ def test_statistics_of_the_batch_or_kept(statistics, moved):
 
 
 def test_settled_statistics_are_the_mean_over_one_pass():
-    from bitgraft.training.head_init import settle_statistics
+    from bitgraft.training.init import settle_statistics
 
     net, data = network(), stripes(32, 1)
-    batches = [(data.tensors[0][:16], data.tensors[1][:16]), (data.tensors[0][16:], data.tensors[1][16:])]
-    settle_statistics(net, "stripes", batches, torch.device("cpu"))
+    batches = [(images, Part(16, 16)) for images in data.tensors[0].split(16)]
+    settle_statistics(net, "stripes", batches, Accelerator(cpu=True))
     outputs = [net.backbone[0](images) for images, _ in batches]
     expected = torch.stack([y.mean((0, 2, 3)) for y in outputs]).mean(0)
     variance = torch.stack([y.var((0, 2, 3)) for y in outputs]).mean(0)
@@ -302,7 +303,7 @@ def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_good_state(tmp_pat
         fit(net, "stripes", stripes(48, 1), None, config, folder=tmp_path)
     if (tmp_path / "state.pt").exists():
         state = torch.load(tmp_path / "state.pt", weights_only=True)
-        assert math.isfinite(float(state["sums"][0]))
+        assert math.isfinite(float(state["processes"][0]["sums"][0]))
 
 
 @pytest.mark.parametrize("head_init", [True, False])

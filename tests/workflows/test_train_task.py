@@ -10,7 +10,7 @@ from rich.console import Console
 from bitgraft.errors import DataError, TrainingError
 from bitgraft.store import Backbone, Store
 from bitgraft.training import runs
-from bitgraft.training.config import QUICK
+from bitgraft.training.presets import QUICK
 from bitgraft.training.progress import Progress, spelled
 from bitgraft.workflows.train_task import Request, one_sentence, open_request, open_store, train
 

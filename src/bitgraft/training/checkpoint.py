@@ -56,15 +56,20 @@ class State:
     optimizers: list[dict[str, Any]] | None
     """None before the first step of a phase, which builds them anew."""
     best_tasks: dict[str, dict[str, Tensor]] | None
-    sums: Tensor
+    processes: list[dict[str, Tensor]]
+    """For each process its random numbers (`cpu`, `device`) and the sums of its epoch (`sums`)."""
     scaler: dict[str, Any] | None = None
     """Of the gradients in mixed precision fp16."""
     means: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """What the tasks' weights take in, where changes of them are levelled."""
+    """What the tasks' weights take in, for mean-shift correction."""
 
-
-def copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+    def of_process(self, rank: int, world: int) -> dict[str, Tensor]:
+        """What a process goes on with; where their number has changed, one process has the sums of all."""
+        own = self.processes[rank % len(self.processes)]
+        if len(self.processes) == world:
+            return own
+        total = torch.stack([process["sums"] for process in self.processes]).sum(0)
+        return {**own, "sums": total if rank == 0 else torch.zeros_like(total)}
 
 
 def of_task(record: Mapping[str, Any], task: str) -> dict[str, Any]:
@@ -75,10 +80,9 @@ def of_task(record: Mapping[str, Any], task: str) -> dict[str, Any]:
 
 
 def save(path: Path, config: Config, state: State) -> None:
+    plain = {"config": asdict(config), "at": asdict(state.at), "result": asdict(state.result)}
     buffer = io.BytesIO()
-    held = {f: getattr(state, f) for f in ("tasks", "optimizers", "best_tasks", "sums", "scaler", "means")}
-    about = {"config": asdict(config), "at": asdict(state.at), "result": asdict(state.result)}
-    torch.save({**held, **about, "rng": torch.get_rng_state()}, buffer)
+    torch.save({**vars(state), **plain}, buffer)
     write_atomically(path, buffer.getbuffer())
 
 
@@ -88,7 +92,7 @@ def load(path: Path, config: Config, tasks: list[str]) -> State:
         raise TrainingError(f"there is nothing to resume in {path.parent}: start without resuming")
     try:
         held = torch.load(path, map_location="cpu", weights_only=True)
-        settings, at, result, rng = (held.pop(name) for name in ("config", "at", "result", "rng"))
+        settings, at, result = (held.pop(name) for name in ("config", "at", "result"))
         state = State(at=Position(**at), result=Result(**result), **held)
     except Exception as cause:  # torch raises whatever the damage leads to
         raise TrainingError(f"the checkpoint {path} cannot be read ({cause}): remove it and start anew") from cause
@@ -98,5 +102,4 @@ def load(path: Path, config: Config, tasks: list[str]) -> State:
             f"the run in {path.parent} was started with other settings ({', '.join(changed) or 'tasks'}): "
             "give the same ones to resume it, or start without resuming"
         )
-    torch.set_rng_state(rng)
     return state

@@ -1,10 +1,12 @@
 """What a process trains: tasks and nothing else, so that only what they learn is reduced between processes."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,23 +15,63 @@ from bitgraft.errors import TrainingError
 from bitgraft.network import Network
 from bitgraft.task import Task
 from bitgraft.training.cpu.convolutions import Convolutions
+from bitgraft.training.joint import SHARED, Shared, shared_weights
+from bitgraft.training.processes import gathered, random_state, set_random_state
 
 Loss = Callable[[Any, Any], Tensor]
 """(what the network gives, what the data says) -> the mean loss of a batch."""
+Values = dict[str, dict[str, Tensor]]
+"""What each task holds, and what they share, by name and on the CPU."""
 
 
 class Learner(nn.Module):
     """What learns as the only children; the network is held out of sight of whoever collects parameters."""
 
-    def __init__(self, net: Network, learned: Iterable[nn.Module]) -> None:
+    def __init__(self, net: Network, tasks: Iterable[Task]) -> None:
         super().__init__()
-        self.learned = nn.ModuleList(learned)
-        self._net = (net,)
+        self._net, self.tasks = (net,), {task.name: task for task in tasks}
+        self.shared = shared_weights(net, self.tasks)
+        self.parts: Mapping[str, Task | Shared] = self.tasks
+        if self.shared is not None:
+            self.parts = {**self.tasks, SHARED: self.shared}
+        self._learned = nn.ModuleList(self.parts.values())
 
     def forward(self, images: Tensor, task: str) -> Any:
         task_module = self._net[0].ready(task)
         with Convolutions() if images.device.type == "cpu" else nullcontext():
             return task_module(images)
+
+    def roles(self) -> list[tuple[str, nn.Parameter]]:
+        """Everything that learns, with its role."""
+        return [pair for part in self.parts.values() for pair in part.roles()]
+
+    def values(self) -> Values:
+        """A copy of what there is to keep, as it is without mean-shift correction."""
+        copied: Values = {}
+        for name, part in self.parts.items():
+            copied[name] = {key: tensor.detach().cpu().clone() for key, tensor in part.values().items()}
+        return copied
+
+    def restore(self, values: Values) -> None:
+        """End mean-shift correction, and go back to what `values` gave."""
+        for task in self.tasks.values():
+            task.fold_mean_shift()
+        for name, part in self.parts.items():
+            part.load_state_dict(values[name])
+
+    def is_finite(self) -> bool:
+        held = [tensor for part in self.parts.values() for tensor in part.state_dict().values()]
+        floats = [tensor for tensor in held if isinstance(tensor, Tensor) and tensor.is_floating_point()]
+        return bool(torch.stack([tensor.isfinite().all() for tensor in floats]).all())
+
+    def release(self) -> None:
+        """Leave tasks to normalise as they would without us, and the backbone out of reach."""
+        for task in self.tasks.values():
+            task.holds_statistics = False
+            task.set_channels_last(channels_last=False)
+            task.fold_mean_shift()
+        if self.shared is not None:
+            self.shared.release(self.tasks)
 
 
 class Objective:
@@ -67,23 +109,16 @@ class Objective:
         right: Tensor = (logits(output).argmax(1) == target).sum()
         return right
 
-    def checked(self, task: str, batches: Iterable[tuple[Tensor, Any]]) -> Iterator[tuple[Tensor, Any]]:
-        """Batches to train a task on, each looked at before it is used."""
-        for images, targets in batches:
-            self.check(task, targets, f"the training data of task {task!r}")
-            yield images, targets
-
-    def check(self, task: str, target: Any, where: str) -> None:
+    def check(self, task: str, targets: Any, data: str) -> None:
         """Refuse labels that the head has no output for, while they are still on the CPU."""
         outputs = self.outputs[task]
-        if self.loss is not None or outputs is None or not isinstance(target, Tensor) or not target.numel():
+        if self.loss is not None or outputs is None or not isinstance(targets, Tensor) or not targets.numel():
             return
-        low, high = int(target.min()), int(target.max())
+        low, high = int(targets.min()), int(targets.max())
         if low < 0 or high >= outputs:
-            label = low if low < 0 else high
             raise TrainingError(
-                f"{where} has the label {label}, but task {task!r} has {outputs} classes, numbered from 0: "
-                "add the task with as many classes as the data has"
+                f"the {data} data of task {task!r} has the label {low if low < 0 else high}, but task {task!r} has "
+                f"{outputs} classes, numbered from 0: add the task with as many classes as the data has"
             )
 
 
@@ -103,3 +138,38 @@ def trainable(net: Network, name: str) -> Task:
             f"task {name!r} is frozen (it was loaded from a file, or has been trained): add it anew to train it"
         )
     return task
+
+
+def takes_batch_statistics(task: Task) -> bool:
+    """Some batch norm in the task normalises by the batch in training."""
+    return not task.holds_statistics and any(name.endswith(".running_mean") for name in task.owned)
+
+
+def distributed(
+    learner: Learner, task: str, batch: tuple[Any, Any], objective: Objective, accelerator: Accelerator
+) -> Any:
+    """The learner as the processes train it; DDP looks for parameters without a gradient only where there are some."""
+    if accelerator.num_processes == 1 or accelerator.ddp_handler is not None:
+        return accelerator.prepare(learner)
+    some = len(learner.tasks) > 1 or any(gathered(_unused(learner, task, batch, objective, accelerator), accelerator))
+    accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=some)
+    try:
+        return accelerator.prepare(learner)
+    finally:
+        accelerator.ddp_handler = None
+
+
+def _unused(
+    learner: Learner, name: str, batch: tuple[Any, Any], objective: Objective, accelerator: Accelerator
+) -> bool:
+    """Some parameter gets no gradient from two images of a batch: a layer of the backbone never runs. Nothing moves."""
+    device, task = accelerator.device, learner.tasks[name].train()
+    images, targets = (tensor[:2].to(device) for tensor in batch)
+    held, task.holds_statistics, randomness = task.holds_statistics, True, random_state(device)
+    with accelerator.autocast():
+        objective(name, learner(images, name), targets).backward()  # type: ignore[no-untyped-call]
+    task.holds_statistics = held
+    set_random_state(randomness, device)
+    found = any(parameter.grad is None for _, parameter in learner.roles())
+    learner.zero_grad()
+    return found
