@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from launching import TORCHRUN, launched
 from stripes import SHORT, backbone, network, stripes
 from torch import nn
@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 from bitgraft.errors import TrainingError
 from bitgraft.methods import registry
 from bitgraft.network import Network
+from bitgraft.training.callbacks import Callback
 from bitgraft.training.config import Config
 from bitgraft.training.evaluation import score
 from bitgraft.training.loader import Batches, Part
@@ -319,6 +320,101 @@ def test_labels_outside_the_head_are_named(head_init):
         )
 
 
+def flat_backbone() -> nn.Module:
+    """Its last norm has one value per channel and image, so that one image has no variance."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 8, 3, bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.BatchNorm1d(8), nn.Linear(8, 3)]
+    return nn.Sequential(*layers).eval()
+
+
+@pytest.mark.parametrize("protocol", [IMAGENET_TO_SKETCH, DECATHLON, QUICK])
+def test_a_last_batch_of_one_image_joins_the_one_before(protocol):
+    net, seen = Network(flat_backbone()), []
+
+    class Counting(Callback):
+        def step(self, epoch, step, images):
+            seen.append(images)
+
+    net.add_task("stripes", classes=3)
+    config = protocol.changed(epochs=1)
+    fit(net, "stripes", stripes(33, 1), stripes(5, 2), config, callbacks=[Counting()])
+    assert seen == ([33] if config.statistics == "batch" else [32, 1])
+
+
+def test_batches_of_one_image_are_refused_where_statistics_need_two():
+    net = Network(flat_backbone())
+    net.add_task("stripes", classes=3)
+    for changes in ({"batch": 1}, {"batch": 2, "accumulate": 2}):
+        with pytest.raises(TrainingError, match="at least 2 images, or with statistics='kept'"):
+            fit(net, "stripes", stripes(6, 1), None, DECATHLON.changed(**changes))
+
+
+def broken(data: TensorDataset, index: int) -> TensorDataset:
+    data.tensors[0][index, 0, 3, 3] = float("nan")
+    return data
+
+
+@pytest.mark.parametrize("method", ["full", "finetune"])
+@pytest.mark.parametrize("head_init", [True, False])
+@pytest.mark.parametrize("statistics", ["batch", "kept"])
+def test_an_image_that_is_not_finite_is_named_and_the_task_stays_as_it_was(method, head_init, statistics):
+    net = network(method)
+    config = SHORT.changed(head_init=head_init, statistics=statistics)
+    with pytest.raises(TrainingError, match=r"training data of task 'stripes', image 17 has values that are NaN") as e:
+        fit(net, "stripes", broken(stripes(40, 1), 17), None, config)
+    assert "rates" not in str(e.value)
+    assert all(tensor.isfinite().all() for tensor in net.tasks["stripes"].state_dict().values())
+    fit(net, "stripes", stripes(40, 1), None, config)  # as good as new
+    assert score(net, "stripes", stripes(30, 2))["accuracy"] > 0.3
+
+
+def test_rates_that_are_too_high_leave_the_last_good_epoch(tmp_path):
+    net, values = network("finetune"), []
+
+    class Keeping(Callback):
+        def epoch(self, record):
+            values.append({name: tensor.clone() for name, tensor in net.tasks["stripes"].values().items()})
+
+    config = SHORT.changed(epochs=4, schedule="constant", warmup=0.0, clip_to_ema_norm=False)
+    spoil = iter([False] * 4 + [True] * 100)  # from the second epoch on
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output, target) * (float("inf") if next(spoil) else 1.0)
+
+    with pytest.raises(TrainingError, match=r"in epoch 2 at or shortly before step 1: lower the rates"):
+        fit(net, "stripes", stripes(64, 1), None, config, loss=loss, callbacks=[Keeping()])
+    (last,) = values
+    assert all(torch.equal(tensor, last[name]) for name, tensor in net.tasks["stripes"].state_dict().items())
+
+
+def test_validation_and_test_images_that_are_not_finite_are_named():
+    net = network()
+    with pytest.raises(
+        TrainingError, match=r"loss on the validation data of task 'stripes' is not finite: image 4 has"
+    ):
+        fit(net, "stripes", stripes(32, 1), broken(stripes(9, 2), 4), SHORT)
+    assert all(tensor.isfinite().all() for tensor in net.tasks["stripes"].state_dict().values())
+    with pytest.raises(TrainingError, match=r"loss on the test data of task 'stripes' is not finite: image 8 has"):
+        score(net, "stripes", broken(stripes(9, 2), 8))
+
+
+def test_no_images_are_one_sentence():
+    with pytest.raises(TrainingError, match="training data of task 'stripes' is empty: give it at least one image"):
+        fit(network(), "stripes", stripes(0, 1))
+    with pytest.raises(TrainingError, match="validation data of task 'stripes' is empty"):
+        fit(network(), "stripes", stripes(6, 1), stripes(0, 1))
+    with pytest.raises(TrainingError, match="test data of task 'stripes' is empty"):
+        score(network(), "stripes", stripes(0, 1))
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_sharded_training_is_refused(kind, monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType[kind])
+    with pytest.raises(TrainingError, match=f"training under {kind} is not supported: use one process or plain data"):
+        fit(network(), "stripes", stripes(6, 1), None, SHORT, accelerator=accelerator)
+
+
 def scaled_accelerator():
     """As on a GPU in mixed precision fp16, but for the precision: losses are scaled, and the scale moves often."""
     accelerator = Accelerator(cpu=True)
@@ -436,7 +532,7 @@ TWO = textwrap.dedent(
     sys.path.insert(0, {tests!r})
     torch.set_num_threads(1)
     import stripes as t
-    from accelerate import Accelerator
+    from accelerate import Accelerator, DistributedType
     from bitgraft import fit
     net = t.network({method!r})
     for module in net.backbone.modules():

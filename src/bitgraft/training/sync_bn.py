@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.nn.functional import all_reduce
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -32,6 +31,20 @@ def over_processes(processes: int, count: bool = True) -> AbstractContextManager
     return synchronised(count) if processes > 1 else nullcontext()
 
 
+class _AllReduce(torch.autograd.Function):
+    """The sum over processes, of gradients, too."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        torch.distributed.all_reduce(total := tensor.clone())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        torch.distributed.all_reduce(total := grads[0].clone())
+        return total
+
+
 def _batch_norm(
     share: float,
     input: Tensor,
@@ -52,7 +65,8 @@ def _batch_norm(
         torch.distributed.all_reduce(first)
         centre = first[:-1] / first[-1]
     wide = input.float() - centre.view(shape)  # E[x²] - E[x]² is exact enough only where the mean is next to 0
-    sums = all_reduce(torch.cat([wide.sum(dims) * share, wide.square().sum(dims) * share, count]))  # type: ignore[no-untyped-call]
+    own = torch.cat([wide.sum(dims) * share, wide.square().sum(dims) * share, count])
+    sums: Tensor = _AllReduce.apply(own)  # type: ignore[no-untyped-call]
     total = sums[-1]
     mean, square = (sums[:-1] / total).chunk(2)
     var = (square - mean.square()).clamp(min=0)
