@@ -15,7 +15,7 @@ from bitgraft.training.loader import Loader, loader, to_device
 
 @torch.no_grad()
 def evaluate(
-    net: Network, task: str, batches: Loader, objective: Objective, accelerator: Accelerator, data: str = "validation"
+    net: Network, task: str, batches: Loader, objective: Objective, accelerator: Accelerator
 ) -> dict[str, float]:
     """Loss and accuracy over all processes, in evaluation mode."""
     held, device = net.tasks[task], accelerator.device
@@ -23,7 +23,7 @@ def evaluate(
     held.eval()
     sums = torch.zeros(3, device=device)  # loss, right answers, images
     for images, targets in batches:
-        objective.check(task, targets, data)
+        objective.check(task, targets, batches.what)
         targets = targets.to(device, non_blocking=True)
         with accelerator.autocast():
             output = net(to_device(images, device), task=task)
@@ -32,8 +32,8 @@ def evaluate(
     held.train(was_training)
     loss, right, count = accelerator.reduce(sums, "sum").tolist()
     if not math.isfinite(loss):
-        cause = batches.not_finite(accelerator) or "its images are, so lower the rates that the task is trained with"
-        raise TrainingError(f"the loss on the {data} data of task {task!r} is not finite: {cause}")
+        cause = batches.not_finite(accelerator) or "all images are, so train with lower rates"
+        raise TrainingError(f"the loss on {batches.what} is not finite: {cause}")
     return {"loss": loss / count, "accuracy": right / count}
 
 
@@ -51,6 +51,6 @@ def validate(
 def score(net: Network, task: str, data: Any, *, batch: int = 128, workers: int = 0) -> dict[str, float]:
     """Loss and accuracy of a task on a Dataset of (image, label)."""
     accelerator = Accelerator()
-    batches = loader(data, f"test data of task {task!r}", batch, accelerator, workers, pad=False)
+    batches = loader(data, "test", task, batch, accelerator, workers, pad=False)
     net.to(accelerator.device)
-    return evaluate(net, task, batches, Objective([net.tasks[task]]), accelerator, "test")
+    return evaluate(net, task, batches, Objective([net.tasks[task]]), accelerator)

@@ -33,24 +33,25 @@ def begin(
     net: Network, name: str, data: Any, objective: Objective, config: Config, accelerator: Accelerator, workers: int
 ) -> None:
     """Run what the configuration asks for before a task's first step."""
-    task, what, device = net.tasks[name], f"training data of task {name!r}", accelerator.device
-    broadcast_from_main(task.state_dict().values(), accelerator)
+    task, device = net.tasks[name], accelerator.device
+    broadcast_from_main(task, accelerator)
     if config.head_init:
-        batches = loader(data, what, config.batch, accelerator, workers, config.seed, smallest=2).from_step(0, 0)
-        settle_statistics(net, name, ((images, parts[0]) for (images, _), parts in batches), accelerator)
+        batches = loader(data, "training", name, config.batch, accelerator, workers, config.seed, smallest=2)
+        shares = ((images, parts[0]) for (images, _), parts in batches.from_step(0, 0))
+        settle_statistics(net, name, shares, accelerator)
     level = config.mean_shift_correction and config.statistics == "kept"
     if config.head_init or level:
         plain = data.without_augmentation() if hasattr(data, "without_augmentation") else data
-        in_order = loader(plain, what, 4 * config.batch, accelerator, workers, pad=False)
+        in_order = loader(plain, "training", name, 4 * config.batch, accelerator, workers, pad=False)
         seen = look(net, name, in_order, device, head=config.head_init, means=level)
         for labels in seen.labels:
-            objective.check(name, labels, "training")
+            objective.check(name, labels, in_order.what)
         if looks := gathered_in_main(seen, accelerator):
             seen = _merged(looks, in_order.batches)
             fit_head(net, name, seen, device)
         means = from_main(seen.means, accelerator)
         task.correct_mean_shift({weight: mean.to(device) for weight, mean in means.items()})
-    broadcast_from_main(task.state_dict().values(), accelerator)
+    broadcast_from_main(task, accelerator)
 
 
 @torch.no_grad()

@@ -109,7 +109,7 @@ class Objective:
         right: Tensor = (logits(output).argmax(1) == target).sum()
         return right
 
-    def check(self, task: str, targets: Any, data: str) -> None:
+    def check(self, task: str, targets: Any, what: str) -> None:
         """Refuse labels that the head has no output for, while they are still on the CPU."""
         outputs = self.outputs[task]
         if self.loss is not None or outputs is None or not isinstance(targets, Tensor) or not targets.numel():
@@ -117,8 +117,8 @@ class Objective:
         low, high = int(targets.min()), int(targets.max())
         if low < 0 or high >= outputs:
             raise TrainingError(
-                f"the {data} data of task {task!r} has the label {low if low < 0 else high}, but task {task!r} has "
-                f"{outputs} classes, numbered from 0: add the task with as many classes as the data has"
+                f"{what} has the label {low if low < 0 else high}, but task {task!r} has {outputs} classes, numbered "
+                "from 0: add the task with as many classes as the data has"
             )
 
 

@@ -104,8 +104,8 @@ class Batches(Sampler[list[int]]):
 class Loader:
     """A data set in batches, from any step of any epoch on."""
 
-    def __init__(self, data: Any, batches: Batches, workers: int, device: torch.device) -> None:
-        self.data, self.batches = data, batches
+    def __init__(self, data: Any, what: str, batches: Batches, workers: int, device: torch.device) -> None:
+        self.data, self.what, self.batches = data, what, batches
         self._loader: DataLoader[Any] = DataLoader(
             data,
             batch_sampler=batches,
@@ -124,13 +124,13 @@ class Loader:
         return iter(self._loader)
 
     def not_finite(self, accelerator: Accelerator, epoch: int = 0, steps: range | None = None) -> str | None:
-        """A sentence on the first image that is NaN or infinite somewhere, if there is one. All processes ask."""
+        """What to say of the first image that is not finite, if there is one. All processes must ask."""
         steps = range(len(self.batches)) if steps is None else steps
         self._at(epoch, steps.start)
         shares = (index for _, share in zip(steps, self.batches, strict=False) for index in share)
         found = gathered(next((i for i in shares if not _is_finite(self.data[i])), None), accelerator)
         first = min((index for index in found if index is not None), default=None)
-        return None if first is None else f"image {first} has values that are NaN or infinite; mend it or leave it out"
+        return None if first is None else f"image {first} of {self.what} has values that are NaN or infinite: mend it"
 
     def _at(self, epoch: int, step: int) -> None:
         if hasattr(self.data, "set_epoch"):
@@ -140,25 +140,28 @@ class Loader:
 
 def loader(
     data: Any,
-    what: str,
+    kind: str,
+    task: str,
     size: int,
     accelerator: Accelerator,
     workers: int = 0,
     seed: int | None = None,
     **batching: Any,
 ) -> Loader:
-    """A data set, called `what` if it is empty, in batches; options are those of `Batches`."""
+    """The training, validation or test data of a task in batches; further options are those of `Batches`."""
+    what = f"the {kind} data of task {task!r}"
     if not len(data):
-        raise TrainingError(f"the {what} is empty: give it at least one image")
-    rank, world = accelerator.process_index, accelerator.num_processes
-    return Loader(data, Batches(len(data), size, seed, rank, world, **batching), workers, accelerator.device)
+        raise TrainingError(f"{what} is empty: give it at least one image")
+    batches = Batches(len(data), size, seed, accelerator.process_index, accelerator.num_processes, **batching)
+    return Loader(data, what, batches, workers, accelerator.device)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One step: a task, this process's share of its batch, and the parts that the share is run in."""
+    """One step: a task, this process's share of a batch of its data, and the parts that the share is run in."""
 
     task: str
+    what: str
     batch: tuple[Any, Any]
     parts: list[Part]
 
@@ -184,14 +187,14 @@ class Turns:
         streams = {}
         for name, loader in self.loaders.items():
             streams[name] = loader.from_step(epoch, sum(task == name for task, _ in self.order[:step]))
-        return (Turn(name, *next(streams[name])) for name, _ in self.order[step:])
+        return (Turn(name, self.loaders[name].what, *next(streams[name])) for name, _ in self.order[step:])
 
     def not_finite(self, accelerator: Accelerator, epoch: int, steps: range) -> str | None:
-        """A sentence on the first image in these steps that is not finite, if there is one."""
+        """What to say of the first image in these steps that is not finite, if there is one."""
         for name, loader in self.loaders.items():
             own = [step for task, step in self.order[steps.start : steps.stop] if task == name]
             if own and (found := loader.not_finite(accelerator, epoch, range(own[0], own[-1] + 1))):
-                return f"in the training data of task {name!r}, {found}"
+                return found
         return None
 
 

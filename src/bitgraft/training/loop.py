@@ -23,7 +23,7 @@ from bitgraft.training.init import begin
 from bitgraft.training.learner import Learner, Loss, Objective, Values, distributed, takes_batch_statistics, trainable
 from bitgraft.training.loader import Turn, Turns, loader, to_device
 from bitgraft.training.presets import preset
-from bitgraft.training.processes import check_supported, from_main, gathered, random_state, set_random_state
+from bitgraft.training.processes import check_supported, from_main
 from bitgraft.training.sync_bn import over_processes
 
 CHECK_EVERY = 50  # steps between looks at the loss, where each waits for the device or for other processes
@@ -127,13 +127,13 @@ class _Run:
         self.data, self.workers = {name: train[name] for name in self.tasks}, workers
         loaders, self.val = {}, {}
         for name, task in self.tasks.items():
-            smallest = 2 if takes_batch_statistics(task) else 1
-            parts = {"accumulate": config.accumulate, "smallest": smallest}
-            what = f"training data of task {name!r}"
-            loaders[name] = loader(train[name], what, config.batch, accelerator, workers, config.seed, **parts)
-            if val.get(name) is not None:
-                what = f"validation data of task {name!r}"
-                self.val[name] = loader(val[name], what, 4 * config.batch, accelerator, workers, pad=False)
+            parts = {"accumulate": config.accumulate, "smallest": 2 if takes_batch_statistics(task) else 1}
+            loaders[name] = loader(
+                train[name], "training", name, config.batch, accelerator, workers, config.seed, **parts
+            )
+            if (held_out := val.get(name)) is not None:
+                size = 4 * config.batch
+                self.val[name] = loader(held_out, "validation", name, size, accelerator, workers, pad=False)
             if config.class_weights is not None:
                 self.objective.weigh(name, config.class_weights, train[name], accelerator.device)
         self.turns = Turns(loaders)
@@ -141,7 +141,9 @@ class _Run:
     def go(self, resume: bool) -> Result:
         state = self._resume() if resume else None
         if state is None:
-            self._begin()
+            for name, data in self.data.items():
+                begin(self.net, name, data, self.objective, self.config, self.accelerator, self.workers)
+            self._check_finite("what the task starts from is not finite", range(len(self.turns)))
         first = next(self.turns.from_step(0, 0))
         self.model = distributed(self.learner, first.task, first.batch, self.objective, self.accelerator)
         for callback in self.callbacks:
@@ -153,13 +155,6 @@ class _Run:
         self._finish()
         return self.result
 
-    def _begin(self) -> None:
-        """Before the first step."""
-        for name, data in self.data.items():
-            begin(self.net, name, data, self.objective, self.config, self.accelerator, self.workers)
-        if not self.learner.is_finite():
-            raise self._not_finite("what the task starts from is not finite", range(len(self.turns)))
-
     def _run_phase(self, state: State | None) -> None:
         phase = self.phases[self.at.phase]
         if phase.prune is not None and self.at.epoch == 0 and self.at.step == 0:
@@ -167,7 +162,7 @@ class _Run:
                 task.prune(phase.prune)
         built = optimizers.build(self.learner.roles(), self.config, phase)
         self.optimizers = [self.accelerator.prepare(optimizer) for optimizer in built]
-        if state is not None and state.optimizers is not None:
+        if state is not None and state.optimizers:
             for optimizer, held in zip(self.optimizers, state.optimizers, strict=True):
                 optimizer.load_state_dict(held)
         epochs = self._epochs(phase)
@@ -197,7 +192,7 @@ class _Run:
     def _step(self, turn: Turn) -> None:
         device, world = self.accelerator.device, self.accelerator.num_processes
         images, targets = turn.batch
-        self.objective.check(turn.task, targets, "training")
+        self.objective.check(turn.task, targets, turn.what)
         rows = [part.rows for part in turn.parts]
         inputs = torch.split(to_device(images, device), rows)
         wanted = torch.split(targets.to(device, non_blocking=True), rows)
@@ -248,10 +243,9 @@ class _Run:
         kept = f"; the last good state is in {self.path}" if self.path is not None and self.path.exists() else ""
         return TrainingError(f"{where}: {cause or f'lower the rates ({dict(self.config.rates)})'}{kept}")
 
-    def _check_finite(self) -> None:
+    def _check_finite(self, what: str = "what is learned is not finite any more", steps: range | None = None) -> None:
         if not self.learner.is_finite():
-            steps = range(max(0, self.looked - 1), self.at.step)
-            raise self._not_finite("what is learned is not finite any more", steps)
+            raise self._not_finite(what, steps or range(max(0, self.looked - 1), self.at.step))
 
     def _record(self) -> dict[str, Any]:
         self._check_finite()
@@ -286,41 +280,17 @@ class _Run:
         return optimizers.epochs_of(self.config, phase, self.phases, each)
 
     def _save(self) -> None:
-        """In all processes at once; the main one writes."""
         self.saved_at = time.monotonic()
-        if self.path is None:
-            return
-        self._check_finite()
-        own = random_state(self.accelerator.device) | {"sums": self.sums.cpu()}
-        processes = gathered(own, self.accelerator)
-        if self.accelerator.is_main_process:
-            fresh_phase = self.at.epoch == 0 and self.at.step == 0
-            scaler = self.accelerator.scaler
-            state = State(
-                at=self.at,
-                result=self.result,
-                tasks={name: part.state_dict() for name, part in self.learner.parts.items()},
-                optimizers=None if fresh_phase else [optimizer.state_dict() for optimizer in self.optimizers],
-                best_tasks=self.best,
-                processes=processes,
-                scaler=scaler.state_dict() if scaler is not None else None,
-                means={name: task.input_means for name, task in self.tasks.items()},
-            )
-            checkpoint.save(self.path, self.config, state)
+        if self.path is not None:
+            self._check_finite()
+            begun = self.at.epoch > 0 or self.at.step > 0  # a phase builds its optimisers anew
+            state = State(self.at, self.result, self.best, self.sums, self.optimizers if begun else ())
+            checkpoint.save(self.path, self.config, state, self.learner, self.accelerator)
 
     def _resume(self) -> State:
         if self.path is None:
             raise TrainingError("resume needs the folder of the run that is to go on")
-        state, device = checkpoint.load(self.path, self.config, list(self.learner.parts)), self.accelerator.device
-        self.at, self.result, self.best = state.at, state.result, state.best_tasks
-        for name, part in self.learner.parts.items():
-            part.load_state_dict(state.tasks[name])
-        for name, task in self.tasks.items():
-            task.correct_mean_shift({weight: mean.to(device) for weight, mean in state.means[name].items()})
-        self.good = self.learner.values()
-        if self.accelerator.scaler is not None and state.scaler is not None:
-            self.accelerator.scaler.load_state_dict(state.scaler)
-        own = state.of_process(self.accelerator.process_index, self.accelerator.num_processes)
-        set_random_state(own, device)
-        self.sums.copy_(own["sums"])
+        state = checkpoint.load(self.path, self.config, self.learner, self.accelerator)
+        self.at, self.result, self.best, self.good = state.at, state.result, state.best_tasks, self.learner.values()
+        self.sums.copy_(state.sums)
         return state

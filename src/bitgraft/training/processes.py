@@ -1,12 +1,11 @@
 """Several processes, one run: what they must hold in common, and what each keeps to itself."""
 
-from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, DistributedType
 from accelerate.utils import broadcast, broadcast_object_list, gather_object
-from torch import Tensor
+from torch import Tensor, nn
 
 from bitgraft.errors import TrainingError
 
@@ -44,10 +43,10 @@ def from_main(item: T, accelerator: Accelerator) -> T:
     return item
 
 
-def broadcast_from_main(tensors: Iterable[Tensor], accelerator: Accelerator) -> None:
-    """Let all processes hold what the main one does."""
+def broadcast_from_main(module: nn.Module, accelerator: Accelerator) -> None:
+    """Let all processes hold the parameters and buffers that the main one does."""
     if accelerator.num_processes > 1:
-        for tensor in tensors:
+        for tensor in [*module.parameters(), *module.buffers()]:
             tensor.detach().copy_(broadcast(tensor.detach().clone()))
 
 
