@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator, DistributedType
+from hypothesis import given
+from hypothesis import strategies as st
 from launching import TORCHRUN, launched
 from stripes import SHORT, backbone, network, stripes
 from torch import nn
@@ -344,9 +346,9 @@ def test_a_last_batch_of_one_image_joins_the_one_before(protocol):
 def test_batches_of_one_image_are_refused_where_statistics_need_two():
     net = Network(flat_backbone())
     net.add_task("stripes", classes=3)
-    for changes in ({"batch": 1}, {"batch": 2, "accumulate": 2}):
-        with pytest.raises(TrainingError, match="at least 2 images, or with statistics='kept'"):
-            fit(net, "stripes", stripes(6, 1), None, DECATHLON.changed(**changes))
+    with pytest.raises(TrainingError, match="at least 2 images, or with statistics='kept'"):
+        fit(net, "stripes", stripes(6, 1), None, DECATHLON.changed(batch=1))
+    fit(net, "stripes", stripes(7, 1), None, DECATHLON.changed(epochs=1, batch=3, accumulate=3))  # parts of 2 at least
 
 
 def broken(data: TensorDataset, index: int) -> TensorDataset:
@@ -576,6 +578,27 @@ def test_batches_cover_every_image_once_and_shares_make_up_the_batch():
     for step, batch in enumerate(whole):
         assert sorted(shares[0][step] + shares[1][step]) == sorted(batch)
     assert list(Batches(23, 5, 3).at(2)) != whole
+
+
+@given(st.integers(1, 70), st.integers(1, 32), st.integers(1, 5), st.integers(1, 4), st.integers(1, 2))
+def test_processes_run_the_same_parts_and_each_image_counts_once(count, size, world, accumulate, smallest):
+    ranks = [Batches(count, size, 3, rank, world, accumulate=accumulate, smallest=smallest) for rank in range(world)]
+    shares, seen = [list(batches.at(1)) for batches in ranks], []
+    for step in range(len(ranks[0])):
+        each = [batches.parts(step) for batches in ranks]
+        assert len({tuple(part.whole for part in parts) for parts in each}) == 1  # so many collective calls, and alike
+        assert sum(part.whole for part in each[0]) == ranks[0].whole(step)
+        for number, part in enumerate(each[0]):
+            own = [parts[number].own for parts in each]
+            assert sum(own) == part.whole
+            assert max(own) - min(own) <= 1
+            assert part.whole >= smallest or ranks[0].whole(step) < smallest
+        for parts, share in zip(each, (of_rank[step] for of_rank in shares), strict=True):
+            rows = torch.tensor(share).split([part.rows for part in parts])
+            seen += [index for part, some in zip(parts, rows, strict=True) if part.own for index in some.tolist()]
+    assert sorted(seen) == list(range(count))
+    skipping = [Batches(count, size, None, rank, world, pad=False) for rank in range(world)]
+    assert sorted(index for batches in skipping for share in batches for index in share) == list(range(count))
 
 
 def test_the_papers_protocols_are_as_published():

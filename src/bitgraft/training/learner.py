@@ -16,6 +16,7 @@ from bitgraft.network import Network
 from bitgraft.task import Task
 from bitgraft.training.cpu.convolutions import Convolutions
 from bitgraft.training.joint import SHARED, Shared, shared_weights
+from bitgraft.training.loader import Turns
 from bitgraft.training.processes import gathered, random_state, set_random_state
 
 Loss = Callable[[Any, Any], Tensor]
@@ -145,13 +146,11 @@ def takes_batch_statistics(task: Task) -> bool:
     return not task.holds_statistics and any(name.endswith(".running_mean") for name in task.owned)
 
 
-def distributed(
-    learner: Learner, task: str, batch: tuple[Any, Any], objective: Objective, accelerator: Accelerator
-) -> Any:
+def distributed(learner: Learner, turns: Turns, objective: Objective, accelerator: Accelerator) -> Any:
     """The learner as the processes train it; DDP looks for parameters without a gradient only where there are some."""
     if accelerator.num_processes == 1 or accelerator.ddp_handler is not None:
         return accelerator.prepare(learner)
-    some = len(learner.tasks) > 1 or any(gathered(_unused(learner, task, batch, objective, accelerator), accelerator))
+    some = len(learner.tasks) > 1 or any(gathered(_unused(learner, turns, objective, accelerator), accelerator))
     accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=some)
     try:
         return accelerator.prepare(learner)
@@ -159,15 +158,14 @@ def distributed(
         accelerator.ddp_handler = None
 
 
-def _unused(
-    learner: Learner, name: str, batch: tuple[Any, Any], objective: Objective, accelerator: Accelerator
-) -> bool:
-    """Some parameter gets no gradient from two images of a batch: a layer of the backbone never runs. Nothing moves."""
-    device, task = accelerator.device, learner.tasks[name].train()
-    images, targets = (tensor[:2].to(device) for tensor in batch)
-    held, task.holds_statistics, randomness = task.holds_statistics, True, random_state(device)
+def _unused(learner: Learner, turns: Turns, objective: Objective, accelerator: Accelerator) -> bool:
+    """Some parameter gets no gradient from the first images: a layer of the backbone never runs. Nothing is changed."""
+    turn, device = next(turns.from_step(0, 0)), accelerator.device
+    images, targets = (tensor[:2].to(device) for tensor in turn.batch)
+    task, randomness = learner.tasks[turn.task].train(), random_state(device)
+    held, task.holds_statistics = task.holds_statistics, True
     with accelerator.autocast():
-        objective(name, learner(images, name), targets).backward()  # type: ignore[no-untyped-call]
+        objective(task.name, learner(images, task.name), targets).backward()  # type: ignore[no-untyped-call]
     task.holds_statistics = held
     set_random_state(randomness, device)
     found = any(parameter.grad is None for _, parameter in learner.roles())

@@ -78,7 +78,7 @@ class Batches(Sampler[list[int]]):
 
     def _part_sizes(self, step: int) -> list[int]:
         whole = self.whole(step)
-        return _split(whole, -(-whole // self.accumulate), self.smallest)
+        return _split(whole, max(self.smallest, -(-whole // self.accumulate)), self.smallest)
 
     def of(self, rank: int) -> "Batches":
         """Another process's shares."""

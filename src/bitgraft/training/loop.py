@@ -23,7 +23,7 @@ from bitgraft.training.init import begin
 from bitgraft.training.learner import Learner, Loss, Objective, Values, distributed, takes_batch_statistics, trainable
 from bitgraft.training.loader import Turn, Turns, loader, to_device
 from bitgraft.training.presets import preset
-from bitgraft.training.processes import check_supported, from_main
+from bitgraft.training.processes import check_supported, from_main, gathered
 from bitgraft.training.sync_bn import over_processes
 
 CHECK_EVERY = 50  # steps between looks at the loss, where each waits for the device or for other processes
@@ -79,8 +79,8 @@ def fit(
         if "more than 1 value per channel" not in str(cause):
             raise
         raise TrainingError(
-            "batch norm cannot take statistics of a single value: train with a batch (and parts of it, if "
-            "accumulated) of at least 2 images, or with statistics='kept'"
+            "batch norm cannot take statistics of a single value: train with a batch of at least 2 images, or with "
+            "statistics='kept'"
         ) from cause
     finally:
         run.learner.release()
@@ -144,8 +144,7 @@ class _Run:
             for name, data in self.data.items():
                 begin(self.net, name, data, self.objective, self.config, self.accelerator, self.workers)
             self._check_finite("what the task starts from is not finite", range(len(self.turns)))
-        first = next(self.turns.from_step(0, 0))
-        self.model = distributed(self.learner, first.task, first.batch, self.objective, self.accelerator)
+        self.model = distributed(self.learner, self.turns, self.objective, self.accelerator)
         for callback in self.callbacks:
             callback.begin(list(self.tasks), sum(map(self._epochs, self.phases)), len(self.turns), self.at.epochs_done)
         for phase in range(self.at.phase, len(self.phases)):
@@ -244,7 +243,7 @@ class _Run:
         return TrainingError(f"{where}: {cause or f'lower the rates ({dict(self.config.rates)})'}{kept}")
 
     def _check_finite(self, what: str = "what is learned is not finite any more", steps: range | None = None) -> None:
-        if not self.learner.is_finite():
+        if not all(gathered(self.learner.is_finite(), self.accelerator)):
             raise self._not_finite(what, steps or range(max(0, self.looked - 1), self.at.step))
 
     def _record(self) -> dict[str, Any]:
