@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from bitgraft.network import Network
-from bitgraft.training.config import QUICK
+from bitgraft.training.presets import QUICK
 
 
 def backbone() -> nn.Module:

@@ -76,7 +76,7 @@ class Store:
             about = json.loads((self.folder / ABOUT).read_text())
             if about["format"] != FORMAT:
                 raise StoreError(f"{folder} is a store of format {about['format']}: this bitgraft knows {FORMAT}")
-            self.backbone = Backbone(**about["backbone"])
+            self.backbone = Backbone(**_resolved(about["backbone"], self.folder))
             self.fingerprint = str(about["fingerprint"])
             self.size = Size(**about["size"])
         except (FileNotFoundError, NotADirectoryError):
@@ -107,7 +107,7 @@ class Store:
         if not cls.exists(path):
             about = {
                 "format": FORMAT,
-                "backbone": asdict(backbone),
+                "backbone": _relative(asdict(backbone), path),
                 "fingerprint": net.fingerprint,
                 "size": asdict(Size.of(net)),
             }
@@ -182,6 +182,20 @@ class Store:
     def sizes(self) -> Iterator[tuple[str, int]]:
         """Each task with the bytes that its file takes."""
         return ((name, os.path.getsize(self.path(name))) for name in self.names())
+
+
+def _relative(backbone: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A backbone's record; weights within the store's folder move along with it."""
+    weights = Path(backbone["weights"] or "")
+    inside = weights.is_relative_to(os.path.abspath(folder))
+    return {**backbone, "weights": weights.relative_to(os.path.abspath(folder)).as_posix()} if inside else backbone
+
+
+def _resolved(record: dict[str, Any], folder: Path) -> dict[str, Any]:
+    weights = record.get("weights")
+    if weights is None or weights.startswith(PACKAGE):
+        return record
+    return {**record, "weights": str(folder / weights)}  # an absolute path stays as it is
 
 
 def _write_first(path: Path, data: bytes) -> None:

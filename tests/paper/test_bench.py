@@ -31,8 +31,9 @@ from bitgraft.paper.report.results import gather
 from bitgraft.paper.report.tables import tables
 from bitgraft.paper.scores import domain_titles
 from bitgraft.store import Store
-from bitgraft.training.config import Config, preset
+from bitgraft.training.config import Config
 from bitgraft.training.optimizers import build, epochs_of, phases_of, rate_factor
+from bitgraft.training.presets import preset
 
 SMALL = {
     "name": "small",

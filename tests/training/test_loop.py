@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
+from hypothesis import given
+from hypothesis import strategies as st
 from launching import TORCHRUN, launched
 from stripes import SHORT, backbone, network, stripes
 from torch import nn
@@ -18,11 +20,13 @@ from torch.utils.data import TensorDataset
 from bitgraft.errors import TrainingError
 from bitgraft.methods import registry
 from bitgraft.network import Network
-from bitgraft.training.config import DECATHLON, IMAGENET_TO_SKETCH, QUICK, Config, preset
+from bitgraft.training.callbacks import Callback
+from bitgraft.training.config import Config
 from bitgraft.training.evaluation import score
-from bitgraft.training.loader import Batches
+from bitgraft.training.loader import Batches, Part
 from bitgraft.training.loop import StoppedError, fit
 from bitgraft.training.optimizers import build, centralize_gradients, clip_to_ema_norm, rate_factor
+from bitgraft.training.presets import DECATHLON, IMAGENET_TO_SKETCH, QUICK, preset
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -63,11 +67,11 @@ def test_statistics_of_the_batch_or_kept(statistics, moved):
 
 
 def test_settled_statistics_are_the_mean_over_one_pass():
-    from bitgraft.training.head_init import settle_statistics
+    from bitgraft.training.init import settle_statistics
 
     net, data = network(), stripes(32, 1)
-    batches = [(data.tensors[0][:16], data.tensors[1][:16]), (data.tensors[0][16:], data.tensors[1][16:])]
-    settle_statistics(net, "stripes", batches, torch.device("cpu"))
+    batches = [(images, Part(16, 16)) for images in data.tensors[0].split(16)]
+    settle_statistics(net, "stripes", batches, Accelerator(cpu=True))
     outputs = [net.backbone[0](images) for images, _ in batches]
     expected = torch.stack([y.mean((0, 2, 3)) for y in outputs]).mean(0)
     variance = torch.stack([y.var((0, 2, 3)) for y in outputs]).mean(0)
@@ -302,7 +306,7 @@ def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_good_state(tmp_pat
         fit(net, "stripes", stripes(48, 1), None, config, folder=tmp_path)
     if (tmp_path / "state.pt").exists():
         state = torch.load(tmp_path / "state.pt", weights_only=True)
-        assert math.isfinite(float(state["sums"][0]))
+        assert math.isfinite(float(state["processes"][0]["sums"][0]))
 
 
 @pytest.mark.parametrize("head_init", [True, False])
@@ -316,6 +320,99 @@ def test_labels_outside_the_head_are_named(head_init):
             None,
             SHORT.changed(head_init=head_init),
         )
+
+
+def flat_backbone() -> nn.Module:
+    """Its last norm has one value per channel and image, so that one image has no variance."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 8, 3, bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.BatchNorm1d(8), nn.Linear(8, 3)]
+    return nn.Sequential(*layers).eval()
+
+
+@pytest.mark.parametrize("protocol", [IMAGENET_TO_SKETCH, DECATHLON, QUICK])
+def test_a_last_batch_of_one_image_joins_the_one_before(protocol):
+    net, seen = Network(flat_backbone()), []
+
+    class Counting(Callback):
+        def step(self, epoch, step, images):
+            seen.append(images)
+
+    net.add_task("stripes", classes=3)
+    config = protocol.changed(epochs=1)
+    fit(net, "stripes", stripes(33, 1), stripes(5, 2), config, callbacks=[Counting()])
+    assert seen == ([33] if config.statistics == "batch" else [32, 1])
+
+
+def test_batches_of_one_image_are_refused_where_statistics_need_two():
+    net = Network(flat_backbone())
+    net.add_task("stripes", classes=3)
+    with pytest.raises(TrainingError, match="at least 2 images, or with statistics='kept'"):
+        fit(net, "stripes", stripes(6, 1), None, DECATHLON.changed(batch=1))
+    fit(net, "stripes", stripes(7, 1), None, DECATHLON.changed(epochs=1, batch=3, accumulate=3))  # parts of 2 at least
+
+
+def broken(data: TensorDataset, index: int) -> TensorDataset:
+    data.tensors[0][index, 0, 3, 3] = float("nan")
+    return data
+
+
+@pytest.mark.parametrize("method", ["full", "finetune"])
+@pytest.mark.parametrize("head_init", [True, False])
+@pytest.mark.parametrize("statistics", ["batch", "kept"])
+def test_an_image_that_is_not_finite_is_named_and_the_task_stays_as_it_was(method, head_init, statistics):
+    net = network(method)
+    config = SHORT.changed(head_init=head_init, statistics=statistics)
+    with pytest.raises(TrainingError, match=r"image 17 of the training data of task 'stripes' has values") as e:
+        fit(net, "stripes", broken(stripes(40, 1), 17), None, config)
+    assert "rates" not in str(e.value)
+    assert all(tensor.isfinite().all() for tensor in net.tasks["stripes"].state_dict().values())
+    fit(net, "stripes", stripes(40, 1), None, config)  # as good as new
+    assert score(net, "stripes", stripes(30, 2))["accuracy"] > 0.3
+
+
+def test_rates_that_are_too_high_leave_the_last_good_epoch(tmp_path):
+    net, values = network("finetune"), []
+
+    class Keeping(Callback):
+        def epoch(self, record):
+            values.append({name: tensor.clone() for name, tensor in net.tasks["stripes"].values().items()})
+
+    config = SHORT.changed(epochs=4, schedule="constant", warmup=0.0, clip_to_ema_norm=False)
+    spoil = iter([False] * 4 + [True] * 100)  # from the second epoch on
+
+    def loss(output, target):
+        return nn.functional.cross_entropy(output, target) * (float("inf") if next(spoil) else 1.0)
+
+    with pytest.raises(TrainingError, match=r"in epoch 2 at or shortly before step 1: lower the rates"):
+        fit(net, "stripes", stripes(64, 1), None, config, loss=loss, callbacks=[Keeping()])
+    (last,) = values
+    assert all(torch.equal(tensor, last[name]) for name, tensor in net.tasks["stripes"].state_dict().items())
+
+
+def test_validation_and_test_images_that_are_not_finite_are_named():
+    net = network()
+    with pytest.raises(TrainingError, match=r"loss on the validation data of task 'stripes' is not finite: image 4 of"):
+        fit(net, "stripes", stripes(32, 1), broken(stripes(9, 2), 4), SHORT)
+    assert all(tensor.isfinite().all() for tensor in net.tasks["stripes"].state_dict().values())
+    with pytest.raises(TrainingError, match=r"loss on the test data of task 'stripes' is not finite: image 8 of"):
+        score(net, "stripes", broken(stripes(9, 2), 8))
+
+
+def test_no_images_are_one_sentence():
+    with pytest.raises(TrainingError, match="training data of task 'stripes' is empty: give it at least one image"):
+        fit(network(), "stripes", stripes(0, 1))
+    with pytest.raises(TrainingError, match="validation data of task 'stripes' is empty"):
+        fit(network(), "stripes", stripes(6, 1), stripes(0, 1))
+    with pytest.raises(TrainingError, match="test data of task 'stripes' is empty"):
+        score(network(), "stripes", stripes(0, 1))
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_sharded_training_is_refused(kind, monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType[kind])
+    with pytest.raises(TrainingError, match=f"training under {kind} is not supported: use one process or plain data"):
+        fit(network(), "stripes", stripes(6, 1), None, SHORT, accelerator=accelerator)
 
 
 def scaled_accelerator():
@@ -435,7 +532,7 @@ TWO = textwrap.dedent(
     sys.path.insert(0, {tests!r})
     torch.set_num_threads(1)
     import stripes as t
-    from accelerate import Accelerator
+    from accelerate import Accelerator, DistributedType
     from bitgraft import fit
     net = t.network({method!r})
     for module in net.backbone.modules():
@@ -481,6 +578,27 @@ def test_batches_cover_every_image_once_and_shares_make_up_the_batch():
     for step, batch in enumerate(whole):
         assert sorted(shares[0][step] + shares[1][step]) == sorted(batch)
     assert list(Batches(23, 5, 3).at(2)) != whole
+
+
+@given(st.integers(1, 70), st.integers(1, 32), st.integers(1, 5), st.integers(1, 4), st.integers(1, 2))
+def test_processes_run_the_same_parts_and_each_image_counts_once(count, size, world, accumulate, smallest):
+    ranks = [Batches(count, size, 3, rank, world, accumulate=accumulate, smallest=smallest) for rank in range(world)]
+    shares, seen = [list(batches.at(1)) for batches in ranks], []
+    for step in range(len(ranks[0])):
+        each = [batches.parts(step) for batches in ranks]
+        assert len({tuple(part.whole for part in parts) for parts in each}) == 1  # so many collective calls, and alike
+        assert sum(part.whole for part in each[0]) == ranks[0].whole(step)
+        for number, part in enumerate(each[0]):
+            own = [parts[number].own for parts in each]
+            assert sum(own) == part.whole
+            assert max(own) - min(own) <= 1
+            assert part.whole >= smallest or ranks[0].whole(step) < smallest
+        for parts, share in zip(each, (of_rank[step] for of_rank in shares), strict=True):
+            rows = torch.tensor(share).split([part.rows for part in parts])
+            seen += [index for part, some in zip(parts, rows, strict=True) if part.own for index in some.tolist()]
+    assert sorted(seen) == list(range(count))
+    skipping = [Batches(count, size, None, rank, world, pad=False) for rank in range(world)]
+    assert sorted(index for batches in skipping for share in batches for index in share) == list(range(count))
 
 
 def test_the_papers_protocols_are_as_published():

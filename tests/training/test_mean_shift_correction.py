@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import bitgraft
-from bitgraft.training.config import preset
-from bitgraft.training.head_init import look
+from bitgraft.training.init import look
 from bitgraft.training.mean_shift_correction import Inputs, levelled
+from bitgraft.training.presets import preset
 
 CPU = torch.device("cpu")
 
@@ -78,7 +78,7 @@ def test_means_are_those_of_the_patches_that_kernels_see(n, size, kernel, stride
         F.conv2d(x, torch.randn_like(weight), None, stride, padding, 1, 1 if dense else 4)  # another's
     patches = F.unfold(x, kernel, stride=stride, padding=padding).mean((0, 2))
     expected = patches.view(1 if dense else 4, -1, *kernel)
-    torch.testing.assert_close(inputs.means()["w"], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(inputs.sums["w"] / inputs.pixels["w"], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_a_norm_gives_in_the_mean_stays_however_the_weight_before_it_changes():

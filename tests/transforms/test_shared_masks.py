@@ -31,8 +31,8 @@ from bitgraft.format import archive
 from bitgraft.format.inspect import inspect_file
 from bitgraft.sharing.pulling import enter, fetch
 from bitgraft.store import Backbone, Store
-from bitgraft.training.config import QUICK
 from bitgraft.training.loop import StoppedError
+from bitgraft.training.presets import QUICK
 from bitgraft.transforms.base import Weight
 from bitgraft.transforms.bits import pack, packed_size
 from bitgraft.transforms.masked import Masked, MaskRule

@@ -4,14 +4,16 @@ import io
 import json
 
 import pytest
+import torch
 from images import NET, furnish
 from rich.console import Console
 
 from bitgraft.errors import DataError, TrainingError
 from bitgraft.store import Backbone, Store
 from bitgraft.training import runs
-from bitgraft.training.config import QUICK
+from bitgraft.training.presets import QUICK
 from bitgraft.training.progress import Progress, spelled
+from bitgraft.workflows.train_jointly import train_jointly
 from bitgraft.workflows.train_task import Request, one_sentence, open_request, open_store, train
 
 CONFIG = QUICK.changed(epochs=2, batch=8, size=16)
@@ -34,8 +36,6 @@ def test_tasks_of_one_network_one_after_the_other(place):
 
 
 def test_what_others_do_to_randomness_changes_nothing(place):
-    import torch
-
     files = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -175,6 +175,29 @@ def test_progress_in_a_terminal_and_elsewhere(monkeypatch):
 
 def test_times_as_people_say_them():
     assert [spelled(s) for s in (4.4, 200, 7500)] == ["4 s", "3 min 20 s", "2 h 5 min"]
+
+
+def test_a_store_of_joint_training_can_be_moved(place):
+    requests = [Request("photos", name, "adapters-joint", CONFIG) for name in ("a", "b")]
+    train_jointly("joint", Backbone(NET), requests)
+    images = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+    def scores(folder):
+        store = Store(folder)
+        net = store.network()
+        store.load(net, "b")
+        with torch.no_grad():
+            return net.eval()(images, task="b")
+
+    expected = scores("joint")
+    (place / "else").mkdir()
+    (place / "joint").rename(place / "else/where")
+    assert torch.equal(scores("else/where"), expected)
+    about = json.loads((place / "else/where/store.json").read_text())
+    assert about["backbone"]["weights"] == "weights/backbone.safetensors"
+    about["backbone"]["weights"] = str(place / "else/where/weights/backbone.safetensors")  # as older stores have it
+    (place / "else/where/store.json").write_text(json.dumps(about))
+    assert torch.equal(scores("else/where"), expected)
 
 
 def test_a_store_is_opened_by_its_record(place):

@@ -36,7 +36,7 @@ class Precision(StrEnum):
 def settled(preset: str, method: str, changes: Mapping[str, Any]) -> "Config":
     """The preset as it is for the method, with what was given in place of its own; what was not given is None."""
     from bitgraft.errors import TrainingError
-    from bitgraft.training.config import preset as find_preset
+    from bitgraft.training.presets import preset as find_preset
 
     given = {key: value for key, value in changes.items() if value is not None}
     try:
@@ -72,7 +72,7 @@ def method_options(method: str, given: Sequence[str] | None, preset: str | None 
     """NAME=VALUE pairs on top of the preset's own, checked against the method; values are JSON, or else plain words."""
     from bitgraft.errors import TaskError
     from bitgraft.methods import registry
-    from bitgraft.training.config import preset_options
+    from bitgraft.training.presets import preset_options
 
     options = {} if preset is None else preset_options(preset, method)
     for text in given or ():

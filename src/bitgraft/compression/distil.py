@@ -13,8 +13,8 @@ from bitgraft.network import Network
 from bitgraft.training.callbacks import Callback
 from bitgraft.training.config import ROLES, Config
 from bitgraft.training.learner import Loss
+from bitgraft.training.loader import to_device
 from bitgraft.training.loop import fit
-from bitgraft.training.to_device import to_device
 
 CALIBRATION = Config(
     steps=100,

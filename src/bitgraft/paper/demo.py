@@ -28,7 +28,7 @@ from bitgraft.paper.figures import check_installed
 from bitgraft.runtime.heads import stated_preprocessing
 from bitgraft.store import Backbone, Store
 from bitgraft.training.callbacks import Clock
-from bitgraft.training.config import QUICK, for_method, preset_options
+from bitgraft.training.presets import QUICK, for_method, preset_options
 from bitgraft.training.progress import Progress, spelled
 from bitgraft.workflows.train_task import Request, TrainData, TrainResult, open_store, train
 

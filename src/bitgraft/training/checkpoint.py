@@ -1,17 +1,20 @@
 """Where a run is and what it has come to, in memory and on disk, so that a killed one goes on as before."""
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from bitgraft.backbone.files import write_atomically
 from bitgraft.errors import TrainingError
 from bitgraft.training.config import Config
+from bitgraft.training.learner import Learner, Values
+from bitgraft.training.processes import gathered, random_state, set_random_state
 
 
 @dataclass
@@ -31,8 +34,8 @@ class Result:
     """One record for each epoch."""
     best: dict[str, Any] | None = None
     """The record of the best epoch on validation."""
-    best_tasks: dict[str, dict[str, Tensor]] | None = None
-    """What the tasks held then; given when the run is over."""
+    best_tasks: Values | None = None
+    """What the tasks held then, and the weights that they learn together; given when the run is over."""
 
     def hopeful(self, epochs_done: int, patience: int | None) -> bool:
         """Whether a better epoch may still come: less than `patience` epochs have passed since the best one."""
@@ -48,21 +51,65 @@ class Result:
 
 @dataclass
 class State:
-    """All that a run needs to go on. `tasks` and `best_tasks` also hold the weights that tasks learn together."""
+    """A run that can go on: where it is, what it has learned, and the optimisers (none before a phase's first step)."""
 
     at: Position
     result: Result
-    tasks: dict[str, dict[str, Tensor]]
-    optimizers: list[dict[str, Any]] | None
-    """None before the first step of a phase, which builds them anew."""
-    best_tasks: dict[str, dict[str, Tensor]] | None
+    best_tasks: Values | None
     sums: Tensor
-    scaler: dict[str, Any] | None = None
-    """Of the gradients in mixed precision fp16."""
+    """Of this epoch, in this process."""
+    optimizers: Sequence[Any]
 
 
-def copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+def save(path: Path, config: Config, state: State, learner: Learner, accelerator: Accelerator) -> None:
+    """In all processes at once; the main one writes."""
+    own = random_state(accelerator.device) | {"sums": state.sums.cpu()}
+    held = {
+        "config": asdict(config),
+        "at": asdict(state.at),
+        "result": asdict(state.result),
+        "best_tasks": state.best_tasks,
+        "processes": gathered(own, accelerator),
+        "optimizers": [optimizer.state_dict() for optimizer in state.optimizers],
+        "tasks": {name: part.state_dict() for name, part in learner.parts.items()},
+        "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
+    }
+    if accelerator.is_main_process:
+        buffer = io.BytesIO()
+        torch.save(held, buffer)
+        write_atomically(path, buffer.getbuffer())
+
+
+def load(path: Path, config: Config, learner: Learner, accelerator: Accelerator) -> State:
+    """Put back what was learned and random; the rest is returned, with the optimisers' state dicts.
+
+    Tensors and plain data only: nothing in a checkpoint is ever executed.
+    """
+    if not path.exists():
+        raise TrainingError(f"there is nothing to resume in {path.parent}: start without resuming")
+    try:
+        held = torch.load(path, map_location="cpu", weights_only=True)
+        settings, at, result = held["config"], Position(**held["at"]), Result(**held["result"])
+        tasks, processes = held["tasks"], held["processes"]
+    except Exception as cause:  # torch raises whatever the damage leads to
+        raise TrainingError(f"the checkpoint {path} cannot be read ({cause}): remove it and start anew") from cause
+    changed = sorted(name for name, value in asdict(config).items() if settings.get(name) != value)
+    if changed or set(tasks) != set(learner.parts):
+        raise TrainingError(
+            f"the run in {path.parent} was started with other settings ({', '.join(changed) or 'tasks'}): "
+            "give the same ones to resume it, or start without resuming"
+        )
+    for name, part in learner.parts.items():
+        part.load_state_dict(tasks[name])
+    if accelerator.scaler is not None and held["scaler"] is not None:
+        accelerator.scaler.load_state_dict(held["scaler"])
+    rank = accelerator.process_index
+    set_random_state(processes[rank % len(processes)], accelerator.device)
+    if len(processes) == accelerator.num_processes:
+        sums = processes[rank]["sums"]
+    else:  # their number has changed: one has what all had
+        sums = sum((process["sums"] for process in processes), torch.zeros(3)) * (rank == 0)
+    return State(at, result, held["best_tasks"], sums, held["optimizers"])
 
 
 def of_task(record: Mapping[str, Any], task: str) -> dict[str, Any]:
@@ -70,31 +117,3 @@ def of_task(record: Mapping[str, Any], task: str) -> dict[str, Any]:
     plain = {name: value for name, value in record.items() if name != "by_task"}
     own = record.get("by_task", {}).get(task, {})
     return plain | {f"val_{what}": value for what, value in own.items()}
-
-
-def save(path: Path, config: Config, state: State) -> None:
-    buffer = io.BytesIO()
-    held = {f: getattr(state, f) for f in ("tasks", "optimizers", "best_tasks", "sums", "scaler")}
-    about = {"config": asdict(config), "at": asdict(state.at), "result": asdict(state.result)}
-    torch.save({**held, **about, "rng": torch.get_rng_state()}, buffer)
-    write_atomically(path, buffer.getbuffer())
-
-
-def load(path: Path, config: Config, tasks: list[str]) -> State:
-    """Tensors and plain data only: nothing in a checkpoint is ever executed."""
-    if not path.exists():
-        raise TrainingError(f"there is nothing to resume in {path.parent}: start without resuming")
-    try:
-        held = torch.load(path, map_location="cpu", weights_only=True)
-        settings, at, result, rng = (held.pop(name) for name in ("config", "at", "result", "rng"))
-        state = State(at=Position(**at), result=Result(**result), **held)
-    except Exception as cause:  # torch raises whatever the damage leads to
-        raise TrainingError(f"the checkpoint {path} cannot be read ({cause}): remove it and start anew") from cause
-    changed = sorted(name for name, value in asdict(config).items() if settings.get(name) != value)
-    if changed or set(state.tasks) != set(tasks):
-        raise TrainingError(
-            f"the run in {path.parent} was started with other settings ({', '.join(changed) or 'tasks'}): "
-            "give the same ones to resume it, or start without resuming"
-        )
-    torch.set_rng_state(rng)
-    return state

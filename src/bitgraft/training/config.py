@@ -1,4 +1,4 @@
-"""How a task is trained, as plain data: a dataclass, the protocols of the paper, and one for a CPU and minutes."""
+"""How a task is trained, as plain data."""
 
 import difflib
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ class Config:
     """Rates and optimisers go by role: `scores` (R), `k` (k0, k2, k3), `k1`, `norms`, `head`, `weights` (the rest)."""
 
     epochs: int = 30
+    """Passes over the training images."""
     steps: int | None = None
     """In place of epochs: as many as come nearest to so many steps, and at least one; where tasks are trained together,
     to so many for each of them in the mean."""
@@ -24,11 +25,15 @@ class Config:
     """A step's batch is run in so many parts."""
     rates: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(ROLES, 1e-4) | {"head": 1e-3})
     optimizers: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(ROLES, "adam") | {"head": "sgd"})
+    """By role: "adam" or "sgd"."""
     momentum: float = 0.9
+    """Of SGD."""
     eps: float = 1e-8
+    """Of Adam."""
     weight_decay: Mapping[str, float] = field(default_factory=dict)
     """By role; decoupled from the rate's moments for Adam (as AdamW does)."""
     schedule: Literal["step", "cosine", "constant"] = "step"
+    """How rates fall: once, at `drop_after`; to 0 at the end; or not at all."""
     drop_after: int | None = 15
     """Epochs after which the step schedule divides every rate by ten."""
     warmup: float = 0.0
@@ -36,24 +41,27 @@ class Config:
     own_pace: bool = True
     """A method whose phases have rates and drops of their own (PackNet) keeps to them; else to those given here."""
     label_smoothing: float = 0.0
+    """How much of each label is spread over all classes."""
     class_weights: Literal["balanced"] | tuple[float, ...] | None = None
+    """Of the loss, one for each class; "balanced" is the inverse of how often a class comes."""
     scale_k2_by_r: float = 0.0
-    """R begins at random within this reach, and k2 follows its mean size; 0 is the paper's start."""
+    """R starts at random in [-x, x], and k2 scales with mean(abs(R)); 0 is the paper's start."""
     gradient_centralization: bool = False
-    """Take the mean off each filter's gradient. Else a step moves all of a filter at once, which an input with a mean
-    of its own (a white page) feels most."""
+    """Subtract the mean of each filter's gradient. Otherwise a step shifts a whole filter, which inputs with a large
+    mean (a white page) feel most."""
     mean_shift_correction: bool = False
-    """Let what changes in a weight act on its inputs less their mean over the training images, measured once, at the
-    start; the task's own norm layers make up for it. Only where statistics are kept: those of a batch
-    take out the mean by themselves."""
+    """Apply changes of a weight to its inputs minus their mean over the training images, measured once at the start.
+    Only with statistics="kept": batch statistics remove the mean anyway."""
     clip_to_ema_norm: bool = False
-    """Hold the norm of each tensor's gradient to that of its past ones, by Adam's second moment. Else a step too far
-    makes gradients larger, and those the next step, until the network answers the same to every image."""
+    """Clip each tensor's gradient to the norm that Adam's second moment remembers. Otherwise one step too far makes the
+    next gradients larger still, until the network gives the same answer to every image."""
     statistics: Literal["batch", "kept"] = "batch"
-    """What a task's own norm layers normalise by in training: the batch, or running statistics that stay as they are
-    (small images and batches make for poor statistics)."""
+    """What a task's own norm layers normalise by in training: the batch over all processes, or running statistics that
+    stay as they are (small images and batches make for poor statistics). A batch has a variance from two images on, so
+    a last batch of one image joins the one before it."""
     head_init: bool = False
-    """Settle the task's norm statistics on the data and fit its head on cached features, before anything learns."""
+    """Set the task's norm statistics to those of its data and fit its head on cached features, before anything else
+    learns."""
     patience: int | None = None
     """Stop after so many epochs without a better validation accuracy."""
     keep: Literal["last", "best"] = "last"
@@ -63,11 +71,13 @@ class Config:
     resize: int | None = None
     """Pixels of the shorter side before the crop."""
     crop: Literal["random", "random-resized", "none"] = "random"
+    """Which part of an image training sees."""
     squash: bool = False
     """Fit the whole image in, out of proportion, where otherwise the shorter side fills the frame."""
     flip: bool | None = None
     """Mirror images at random; by default as the data set allows."""
     seed: int = 0
+    """Of the order of images, augmentation and what is random at the start."""
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch", "accumulate"):
@@ -101,83 +111,3 @@ class Config:
 
     def epochs_of(self, steps_per_epoch: float) -> int:
         return self.epochs if self.steps is None else max(1, round(self.steps / steps_per_epoch))
-
-
-IMAGENET_TO_SKETCH = Config(size=224, crop="random-resized")
-DECATHLON = Config(epochs=60, drop_after=45, size=64, resize=72)
-UNCORRECTED = Config(
-    steps=250,
-    rates={"scores": 1e-3, "k": 1e-3, "k1": 1e-4, "weights": 1e-3, "norms": 1e-3, "head": 1e-3},
-    optimizers=dict.fromkeys(ROLES, "adam"),
-    eps=1e-12,
-    schedule="cosine",
-    drop_after=None,
-    warmup=1.0,
-    scale_k2_by_r=1e-3,
-    gradient_centralization=True,
-    clip_to_ema_norm=True,
-    statistics="kept",
-    head_init=True,
-)
-"""What `quick` was before levelling: the tables of docs/results that have every method were made with it."""
-QUICK = UNCORRECTED.changed(rates={"scores": 2e-3, "weights": 2e-3}, mean_shift_correction=True, label_smoothing=0.1)
-
-
-def _uncorrected(given: Mapping[str, Any]) -> dict[str, Any]:
-    """For methods that have been measured so: back from `quick` to what it was."""
-    rates = {role: UNCORRECTED.rates[role] for role in ("scores", "weights")} | given.get("rates", {})
-    return {"mean_shift_correction": False, "label_smoothing": 0.0, **given, "rates": rates}
-
-
-_RATES: Mapping[str, Mapping[str, Any]] = {
-    "full": {"rates": {"k": 3e-3}},
-    "simple": {"rates": {"k": 3e-3}},
-    "piggyback-bn": {"rates": {"scores": 3e-4}},
-    "piggyback": {"rates": {"scores": 2e-4}},
-    "packnet": {"own_pace": False},
-    "dan": {"rates": {"weights": 1e-4}},
-    "adapters-series": {"rates": {"weights": 1e-4}},
-    "adapters-parallel": {"rates": {"weights": 1e-4}},
-    "adapters-joint": {"rates": {"weights": 1e-4}},
-    "classifier": {},
-    "lora": {},
-}
-BY_METHOD: Mapping[tuple[str, str], Mapping[str, Any]] = {
-    **{("quick-uncorrected", method): given for method, given in _RATES.items()},
-    **{("quick", method): _uncorrected(given) for method, given in _RATES.items()},
-    **{("quick", method): {"rates": {"scores": 4e-3, "k": 3e-3}, "eps": 2e-3} for method in ("full", "simple")},
-    ("quick", "piggyback-bn"): {"rates": {"scores": 5e-4}},
-}
-"""(preset, method) -> what that method has otherwise; docs/results/quick.md has the grid it was chosen from."""
-_OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "full": {"per": "channel"},
-    "simple": {"per": "channel"},
-    "packnet": {"keep": 0.75},
-}
-OPTIONS: Mapping[tuple[str, str], Mapping[str, Any]] = {
-    (name, method): given for name in ("quick", "quick-uncorrected") for method, given in _OPTIONS.items()
-}
-"""(preset, method) -> the method's options, where the protocol has others than the method."""
-PRESETS = {
-    "quick": QUICK,
-    "quick-uncorrected": UNCORRECTED,
-    "imagenet-to-sketch": IMAGENET_TO_SKETCH,
-    "decathlon": DECATHLON,
-}
-
-
-def preset(name: str, method: str = "full") -> Config:
-    """A protocol by its name, with the method's own rates where the protocol has some."""
-    if name not in PRESETS:
-        raise TrainingError(f"there is no preset {name!r}; known are {', '.join(PRESETS)}")
-    return for_method(PRESETS[name], name, method)
-
-
-def for_method(config: Config, preset: str, method: str) -> Config:
-    """A protocol's settings with those that it has for a method in their place."""
-    return config.changed(**BY_METHOD.get((preset, method), {}))
-
-
-def preset_options(name: str, method: str) -> dict[str, Any]:
-    """The options that a protocol gives a method: for `net.add_task(..., **preset_options("quick", "full"))`."""
-    return dict(OPTIONS.get((name, method), {}))

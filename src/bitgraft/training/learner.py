@@ -1,9 +1,11 @@
 """What a process trains: tasks and nothing else, so that only what they learn is reduced between processes."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -12,23 +14,62 @@ from bitgraft.errors import TrainingError
 from bitgraft.network import Network
 from bitgraft.task import Task
 from bitgraft.training import cpu
+from bitgraft.training.joint import SHARED, Shared, shared_weights
+from bitgraft.training.loader import Turns
+from bitgraft.training.processes import gathered, random_state, set_random_state
 
 Loss = Callable[[Any, Any], Tensor]
 """(what the network gives, what the data says) -> the mean loss of a batch."""
+Values = dict[str, dict[str, Tensor]]
+"""What each task holds, and what they share, by name and on the CPU."""
 
 
 class Learner(nn.Module):
     """What learns as the only children; the network is held out of sight of whoever collects parameters."""
 
-    def __init__(self, net: Network, learned: Iterable[nn.Module]) -> None:
+    def __init__(self, net: Network, tasks: Iterable[Task]) -> None:
         super().__init__()
-        self.learned = nn.ModuleList(learned)
-        self._net = (net,)
+        self._net, self.tasks = (net,), {task.name: task for task in tasks}
+        self.shared = shared_weights(net, self.tasks)
+        self.parts: Mapping[str, Task | Shared] = self.tasks
+        if self.shared is not None:
+            self.parts = {**self.tasks, SHARED: self.shared}
+        self._learned = nn.ModuleList(self.parts.values())
 
     def forward(self, images: Tensor, task: str) -> Any:
         task_module = self._net[0].ready(task)
         with cpu.fast_convolutions(images.device):
             return task_module(images)
+
+    def roles(self) -> list[tuple[str, nn.Parameter]]:
+        """Everything that learns, with its role."""
+        return [pair for part in self.parts.values() for pair in part.roles()]
+
+    def values(self) -> Values:
+        """A copy of what there is to keep."""
+        copied: Values = {}
+        for name, part in self.parts.items():
+            copied[name] = {key: tensor.detach().cpu().clone() for key, tensor in part.state_dict().items()}
+        return copied
+
+    def restore(self, values: Values) -> None:
+        """Go back to what `values` gave."""
+        for name, part in self.parts.items():
+            part.load_state_dict(values[name])
+
+    def is_finite(self) -> bool:
+        held = [tensor for part in self.parts.values() for tensor in part.state_dict().values()]
+        floats = [tensor for tensor in held if isinstance(tensor, Tensor) and tensor.is_floating_point()]
+        return bool(torch.stack([tensor.isfinite().all() for tensor in floats]).all())
+
+    def release(self) -> None:
+        """Leave tasks to normalise as they would without us, and the backbone out of reach."""
+        for task in self.tasks.values():
+            task.holds_statistics = False
+            cpu.set_channels_last(task, False)
+            task._fold_mean_shift()
+        if self.shared is not None:
+            self.shared.release(self.tasks)
 
 
 class Objective:
@@ -66,23 +107,16 @@ class Objective:
         right: Tensor = (logits(output).argmax(1) == target).sum()
         return right
 
-    def checked(self, task: str, batches: Iterable[tuple[Tensor, Any]]) -> Iterator[tuple[Tensor, Any]]:
-        """Batches to train a task on, each looked at before it is used."""
-        for images, targets in batches:
-            self.check(task, targets, f"the training data of task {task!r}")
-            yield images, targets
-
-    def check(self, task: str, target: Any, where: str) -> None:
+    def check(self, task: str, targets: Any, what: str) -> None:
         """Refuse labels that the head has no output for, while they are still on the CPU."""
         outputs = self.outputs[task]
-        if self.loss is not None or outputs is None or not isinstance(target, Tensor) or not target.numel():
+        if self.loss is not None or outputs is None or not isinstance(targets, Tensor) or not targets.numel():
             return
-        low, high = int(target.min()), int(target.max())
+        low, high = int(targets.min()), int(targets.max())
         if low < 0 or high >= outputs:
-            label = low if low < 0 else high
             raise TrainingError(
-                f"{where} has the label {label}, but task {task!r} has {outputs} classes, numbered from 0: "
-                "add the task with as many classes as the data has"
+                f"{what} has the label {low if low < 0 else high}, but task {task!r} has {outputs} classes, numbered "
+                "from 0: add the task with as many classes as the data has"
             )
 
 
@@ -102,3 +136,35 @@ def trainable(net: Network, name: str) -> Task:
             f"task {name!r} is frozen (it was loaded from a file, or has been trained): add it anew to train it"
         )
     return task
+
+
+def takes_batch_statistics(task: Task) -> bool:
+    """Some batch norm in the task normalises by the batch in training."""
+    return not task.holds_statistics and any(name.endswith(".running_mean") for name in task.owned)
+
+
+def distributed(learner: Learner, turns: Turns, objective: Objective, accelerator: Accelerator) -> Any:
+    """The learner as the processes train it; DDP looks for parameters without a gradient only where there are some."""
+    if accelerator.num_processes == 1 or accelerator.ddp_handler is not None:
+        return accelerator.prepare(learner)
+    some = len(learner.tasks) > 1 or any(gathered(_unused(learner, turns, objective, accelerator), accelerator))
+    accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=some)
+    try:
+        return accelerator.prepare(learner)
+    finally:
+        accelerator.ddp_handler = None
+
+
+def _unused(learner: Learner, turns: Turns, objective: Objective, accelerator: Accelerator) -> bool:
+    """Some parameter gets no gradient from the first images: a layer of the backbone never runs. Nothing is changed."""
+    turn, device = next(turns.from_step(0, 0)), accelerator.device
+    images, targets = (tensor[:2].to(device) for tensor in turn.batch)
+    task, randomness = learner.tasks[turn.task].train(), random_state(device)
+    held, task.holds_statistics = task.holds_statistics, True
+    with accelerator.autocast():
+        objective(task.name, learner(images, task.name), targets).backward()  # type: ignore[no-untyped-call]
+    task.holds_statistics = held
+    set_random_state(randomness, device)
+    found = any(parameter.grad is None for _, parameter in learner.roles())
+    learner.zero_grad()
+    return found

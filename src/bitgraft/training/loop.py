@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,24 +9,21 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
-from torch import Tensor
 
 from bitgraft.errors import TrainingError
 from bitgraft.methods import registry
 from bitgraft.network import Network
-from bitgraft.task import Task
-from bitgraft.training import cpu, optimizers
+from bitgraft.training import checkpoint, cpu, optimizers
 from bitgraft.training.callbacks import Callback
-from bitgraft.training.checkpoint import Position, Result, State, copied, load, of_task, save
-from bitgraft.training.config import Config, preset
-from bitgraft.training.evaluation import Loader, validate
-from bitgraft.training.head_init import begin
-from bitgraft.training.joint import SHARED, Shared, shared_weights
-from bitgraft.training.learner import Learner, Loss, Objective, trainable
-from bitgraft.training.loader import Batches, turns
+from bitgraft.training.checkpoint import Position, Result, State, of_task
+from bitgraft.training.config import Config
+from bitgraft.training.evaluation import validate
+from bitgraft.training.init import begin
+from bitgraft.training.learner import Learner, Loss, Objective, Values, distributed, takes_batch_statistics, trainable
+from bitgraft.training.loader import Turn, Turns, loader, to_device
+from bitgraft.training.presets import preset
+from bitgraft.training.processes import check_supported, from_main, gathered
 from bitgraft.training.sync_bn import over_processes
-from bitgraft.training.to_device import to_device
 
 CHECK_EVERY = 50  # steps between looks at the loss, where each waits for the device or for other processes
 
@@ -70,20 +66,28 @@ def fit(
     if isinstance(task, str):
         task, train, val = [task], {task: train}, {task: val}
     accelerator = accelerator or Accelerator()
+    check_supported(accelerator)
     config = config or preset("quick", trainable(net, task[0]).metadata.method)
     run = _Run(net, list(task), config, accelerator, loss, Path(folder) / "state.pt" if folder is not None else None)
     run.callbacks, run.stop, run.checkpoint_every = callbacks, stop, checkpoint_every
     try:
-        run.load_data(train, val, workers)
+        run.load_data(train, val or {}, workers)
         return run.go(resume)
+    except ValueError as cause:
+        if "more than 1 value per channel" not in str(cause):
+            raise
+        raise TrainingError(
+            "batch norm cannot take statistics of a single value: train with a batch of at least 2 images, or with "
+            "statistics='kept'"
+        ) from cause
     finally:
-        run.release()
+        run.learner.release()
         for callback in callbacks:
             callback.end()
 
 
 class _Run:
-    """One call of `fit`."""
+    """One call of `fit`: phases of epochs of steps, from any of them on."""
 
     callbacks: Sequence[Callback] = ()
     stop: Callable[[], bool]
@@ -98,7 +102,7 @@ class _Run:
         loss: Loss | None,
         path: Path | None,
     ) -> None:
-        self.net, self.names, self.config, self.accelerator, self.path = net, names, config, accelerator, path
+        self.net, self.config, self.accelerator, self.path = net, config, accelerator, path
         self.tasks = {name: trainable(net, name) for name in names}
         self.phases = optimizers.phases_of(registry.get(self.tasks[names[0]].metadata.method), config)
         for task in self.tasks.values():
@@ -107,38 +111,40 @@ class _Run:
             if config.scale_k2_by_r:
                 task.scale_k2_by_r(config.scale_k2_by_r, config.seed)
         net.to(accelerator.device)
-        self.shared = shared_weights(net, self.tasks)
-        self.learned: dict[str, Task | Shared] = {**self.tasks, **({SHARED: self.shared} if self.shared else {})}
-        if len(names) > 1 and accelerator.ddp_handler is None:  # the others sit out a turn
-            accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
-        self.learner = accelerator.prepare(Learner(net, self.learned.values()))
+        self.learner = Learner(net, self.tasks.values())
         self.objective = Objective(self.tasks.values(), loss, config.label_smoothing)
         self.at, self.result = Position(), Result()
-        self.best_state: dict[str, dict[str, Tensor]] | None = None
+        self.best: Values | None = None  # what was learned at the end of the best epoch
+        self.good: Values = self.learner.values()  # and of the last epoch, or at the start; all of it is finite
+        self.looked = 0  # the step before which the loss was last known to be finite
         self.sums = torch.zeros(3, device=accelerator.device)  # loss, right answers, images of this epoch
         self.saved_at = time.monotonic()
 
     def load_data(self, train: Mapping[str, Any], val: Mapping[str, Any], workers: int) -> None:
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        config, pin = self.config, self.accelerator.device.type == "cuda"
-
-        def loader(data: Any, size: int, seed: int | None) -> Loader:
-            return Loader(data, Batches(len(data), size, seed, rank, world), workers, pin)
-
-        self.train = {name: loader(data, config.batch, config.seed) for name, data in train.items()}
-        self.val = {n: loader(data, 4 * config.batch, None) for n, data in (val or {}).items() if data is not None}
-        self.turns = turns({name: len(self.train[name].batches) for name in self.names})
-        if config.class_weights is not None:
-            for name, data in train.items():
-                self.objective.weigh(name, config.class_weights, data, self.accelerator.device)
+        config, accelerator = self.config, self.accelerator
+        self.data, self.workers = {name: train[name] for name in self.tasks}, workers
+        loaders, self.val = {}, {}
+        for name, task in self.tasks.items():
+            parts = {"accumulate": config.accumulate, "smallest": 2 if takes_batch_statistics(task) else 1}
+            loaders[name] = loader(
+                train[name], "training", name, config.batch, accelerator, workers, config.seed, **parts
+            )
+            if (held_out := val.get(name)) is not None:
+                size = 4 * config.batch
+                self.val[name] = loader(held_out, "validation", name, size, accelerator, workers, pad=False)
+            if config.class_weights is not None:
+                self.objective.weigh(name, config.class_weights, train[name], accelerator.device)
+        self.turns = Turns(loaders)
 
     def go(self, resume: bool) -> Result:
         state = self._resume() if resume else None
         if state is None:
-            for name, loader in self.train.items():
-                begin(self.net, name, loader, self.objective, self.config, self.accelerator)
+            for name, data in self.data.items():
+                begin(self.net, name, data, self.objective, self.config, self.accelerator, self.workers)
+            self._check_finite("what the task starts from is not finite", range(len(self.turns)))
+        self.model = distributed(self.learner, self.turns, self.objective, self.accelerator)
         for callback in self.callbacks:
-            callback.begin(self.names, sum(map(self._epochs, self.phases)), len(self.turns), self.at.epochs_done)
+            callback.begin(list(self.tasks), sum(map(self._epochs, self.phases)), len(self.turns), self.at.epochs_done)
         for phase in range(self.at.phase, len(self.phases)):
             self._run_phase(state)
             state = None
@@ -151,10 +157,9 @@ class _Run:
         if phase.prune is not None and self.at.epoch == 0 and self.at.step == 0:
             for task in self.tasks.values():
                 task.prune(phase.prune)
-        learned = [pair for held in self.learned.values() for pair in held.roles()]
-        built = optimizers.build(learned, self.config, phase)
+        built = optimizers.build(self.learner.roles(), self.config, phase)
         self.optimizers = [self.accelerator.prepare(optimizer) for optimizer in built]
-        if state is not None and state.optimizers is not None:
+        if state is not None and state.optimizers:
             for optimizer, held in zip(self.optimizers, state.optimizers, strict=True):
                 optimizer.load_state_dict(held)
         epochs = self._epochs(phase)
@@ -167,41 +172,39 @@ class _Run:
             self._save()
 
     def _run_epoch(self, phase: registry.Phase, epochs: int) -> None:
-        count = len(self.turns)
+        count, self.looked = len(self.turns), self.at.step
         if self.at.step == 0:
             self.sums.zero_()
-        passed = Counter(name for name, _ in self.turns[: self.at.step])
-        streams = {
-            name: self.objective.checked(name, loader.from_step(self.at.epochs_done, passed[name]))
-            for name, loader in self.train.items()
-        }
         for task in self.tasks.values():
             task.train()
-        for index in range(self.at.step, count):
-            name, step = self.turns[index]
+        for index, turn in enumerate(self.turns.from_step(self.at.epochs_done, self.at.step), self.at.step):
             factor = optimizers.rate_factor(self.config, phase, self.at.epoch * count + index, count, epochs)
             optimizers.set_rates(self.optimizers, factor)
-            whole = self.train[name].batches.whole(step)
-            self._step(name, next(streams[name]), whole)
+            self._step(turn)
             self.at.step = index + 1
             for callback in self.callbacks:
-                callback.step(self.at.epochs_done, index + 1, whole)
+                callback.step(self.at.epochs_done, index + 1, turn.whole)
             self._between_steps(index, count)
 
-    def _step(self, name: str, batch: tuple[Tensor, Any], whole: int) -> None:
+    def _step(self, turn: Turn) -> None:
         device, world = self.accelerator.device, self.accelerator.num_processes
-        images, targets = to_device(batch[0], device), batch[1].to(device, non_blocking=True)
-        parts = list(zip(images.chunk(self.config.accumulate), targets.chunk(self.config.accumulate), strict=True))
-        for index, (part, wanted) in enumerate(parts):
-            last = index == len(parts) - 1
-            with nullcontext() if last else self.accelerator.no_sync(self.learner):
-                with self.accelerator.autocast(), over_processes(self.accelerator.num_processes):
-                    output = self.learner(part, name)
-                    loss = self.objective(name, output, wanted)
-                self.accelerator.backward(loss * (world / whole))
-            with torch.no_grad():
-                right = self.objective.correct(output, wanted)
-                self.sums += torch.stack([loss.detach().float(), right.float(), right.new_tensor(len(part)).float()])
+        images, targets = turn.batch
+        self.objective.check(turn.task, targets, turn.what)
+        rows = [part.rows for part in turn.parts]
+        inputs = torch.split(to_device(images, device), rows)
+        wanted = torch.split(targets.to(device, non_blocking=True), rows)
+        for part, some, target in zip(turn.parts, inputs, wanted, strict=True):
+            counts = part.own > 0
+            with nullcontext() if part is turn.parts[-1] else self.accelerator.no_sync(self.model):
+                with self.accelerator.autocast(), over_processes(world, counts):
+                    output = self.model(some, turn.task)
+                    loss = self.objective(turn.task, output, target)
+                self.accelerator.backward(loss * (world * counts / turn.whole))
+            if counts:
+                with torch.no_grad():
+                    right = self.objective.correct(output, target)
+                    self.sums[:2] += torch.stack([loss.detach().float(), right.float()])
+                    self.sums[2] += part.own
         optimizers.advance(self.optimizers, self.accelerator.scaler)
 
     def _between_steps(self, index: int, count: int) -> None:
@@ -209,8 +212,9 @@ class _Run:
         several = self.accelerator.num_processes > 1
         every = 1 if self.accelerator.device.type == "cpu" and not several else CHECK_EVERY
         usual = (index + 1) % every == 0 or index + 1 == count
-        late = time.monotonic() - self.saved_at > self.checkpoint_every and index + 1 < count
-        due = late and (usual or not several)  # clocks differ, and processes must look at the same step
+        due = time.monotonic() - self.saved_at > self.checkpoint_every and index + 1 < count
+        if several:  # clocks differ, and processes must look and save at the same step
+            due = usual and from_main(due, self.accelerator)
         stopping = self.stop()
         if usual or due or stopping:
             self._look()
@@ -223,18 +227,26 @@ class _Run:
         """See how the epoch goes: stop where the loss is not a number any more, in all processes alike."""
         loss, right, images = self.accelerator.reduce(self.sums, "sum").tolist()
         if not math.isfinite(loss):
-            raise self._diverged("the loss is not a number any more")
+            raise self._not_finite("the loss is not a number any more", range(self.looked, self.at.step))
+        self.looked = self.at.step
         for callback in self.callbacks:
             callback.look(loss / images, right / images)
 
-    def _diverged(self, what: str) -> TrainingError:
-        kept = f"the last good state is in {self.path}" if self.path is not None and self.path.exists() else ""
-        return TrainingError(
-            f"{what}, in epoch {self.at.epochs_done + 1} at or shortly before step {self.at.step}: lower the rates "
-            f"({dict(self.config.rates)}). {kept}".strip()
-        )
+    def _not_finite(self, what: str, steps: range) -> TrainingError:
+        """Leave tasks as they last were good, and say whether an image in these steps or the rates are to blame."""
+        self.learner.restore(self.good)
+        cause = self.turns.not_finite(self.accelerator, self.at.epochs_done, steps)
+        where = f"{what}, in epoch {self.at.epochs_done + 1} at or shortly before step {self.at.step}"
+        kept = f"; the last good state is in {self.path}" if self.path is not None and self.path.exists() else ""
+        return TrainingError(f"{where}: {cause or f'lower the rates ({dict(self.config.rates)})'}{kept}")
+
+    def _check_finite(self, what: str = "what is learned is not finite any more", steps: range | None = None) -> None:
+        if not all(gathered(self.learner.is_finite(), self.accelerator)):
+            raise self._not_finite(what, steps or range(max(0, self.looked - 1), self.at.step))
 
     def _record(self) -> dict[str, Any]:
+        self._check_finite()
+        self.good = self.learner.values()
         sums = self.accelerator.reduce(self.sums, "sum").tolist()
         record: dict[str, Any] = {
             "epoch": self.at.epochs_done + 1,
@@ -246,15 +258,13 @@ class _Run:
         self.result.history.append(record)
         is_last_phase = self.at.phase == len(self.phases) - 1  # an epoch before pruning is not one to keep
         if self.val and is_last_phase and self.result.is_better(record):
-            self.result.best = record
-            self.best_state = {name: copied(held.state_dict()) for name, held in self.learned.items()}
+            self.result.best, self.best = record, self.good
         return record
 
     def _finish(self) -> None:
-        self.result.best_tasks = self.best_state
-        if self.config.keep == "best" and self.best_state is not None:
-            for name, held in self.learned.items():
-                held.load_state_dict(self.best_state[name])
+        self.result.best_tasks = self.best
+        if self.config.keep == "best" and self.best is not None:
+            self.learner.restore(self.best)
         for name, task in self.tasks.items():
             task._fold_mean_shift()
             task.eval()
@@ -262,41 +272,22 @@ class _Run:
             task.metrics = {"last": last, "best": best, "kept": self.config.keep}
         self.net.joint = False  # from here on it is a backbone like any other
 
-    def release(self) -> None:
-        """Leave tasks to normalise as they would without us, and the backbone out of reach, however the run ended."""
-        for task in self.tasks.values():
-            task.holds_statistics = False
-            cpu.set_channels_last(task, False)
-            task._fold_mean_shift()
-        if self.shared is not None:
-            self.shared.release(self.tasks)
-
     def _epochs(self, phase: registry.Phase) -> int:
-        each = len(self.turns) / len(self.names)  # together tasks see as many images as they would apart
+        each = len(self.turns) / len(self.tasks)  # together tasks see as many images as they would apart
         return optimizers.epochs_of(self.config, phase, self.phases, each)
 
     def _save(self) -> None:
         self.saved_at = time.monotonic()
-        if self.path is None:
-            return
-        if not all(bool(p.isfinite().all()) for held in self.learned.values() for p in held.parameters()):
-            raise self._diverged("what is learned is not finite any more")
-        if self.accelerator.is_main_process:
-            fresh_phase = self.at.epoch == 0 and self.at.step == 0
-            optimizers = None if fresh_phase else [optimizer.state_dict() for optimizer in self.optimizers]
-            tasks = {name: held.state_dict() for name, held in self.learned.items()}
-            scaler = self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else None
-            state = State(self.at, self.result, tasks, optimizers, self.best_state, self.sums, scaler)
-            save(self.path, self.config, state)
+        if self.path is not None:
+            self._check_finite()
+            begun = self.at.epoch > 0 or self.at.step > 0  # a phase builds its optimisers anew
+            state = State(self.at, self.result, self.best, self.sums, self.optimizers if begun else ())
+            checkpoint.save(self.path, self.config, state, self.learner, self.accelerator)
 
     def _resume(self) -> State:
         if self.path is None:
             raise TrainingError("resume needs the folder of the run that is to go on")
-        state = load(self.path, self.config, list(self.learned))
-        self.at, self.result, self.best_state = state.at, state.result, state.best_tasks
-        for name, held in self.learned.items():
-            held.load_state_dict(state.tasks[name])
-        if self.accelerator.scaler is not None and state.scaler is not None:
-            self.accelerator.scaler.load_state_dict(state.scaler)
+        state = checkpoint.load(self.path, self.config, self.learner, self.accelerator)
+        self.at, self.result, self.best, self.good = state.at, state.result, state.best_tasks, self.learner.values()
         self.sums.copy_(state.sums)
         return state

@@ -39,10 +39,6 @@ class Inputs(TorchFunctionMode):
             self._add(output, *args, **(kwargs or {}))
         return output
 
-    def means(self) -> dict[str, Tensor]:
-        """For each weight a tensor that broadcasts against it."""
-        return {name: total / self.pixels[name] for name, total in self.sums.items()}
-
     def _add(
         self,
         output: Tensor,

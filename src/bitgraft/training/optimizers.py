@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bitgraft.methods.registry import Method, Phase
 from bitgraft.training.config import Config
@@ -81,11 +81,10 @@ def set_rates(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> Non
 @torch.no_grad()
 def centralize_gradients(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Take the mean off the gradient of each filter, where the configuration says so (gradient centralisation)."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"] if group.get("centralized") else ():
-                if parameter.grad is not None and parameter.dim() > 1 and parameter[0].numel() > 1:
-                    parameter.grad -= parameter.grad.mean(tuple(range(1, parameter.dim())), keepdim=True)
+    for _, group in _groups(optimizers, "centralized"):
+        kernels = [p for p in group["params"] if p.grad is not None and p.dim() > 1 and p[0].numel() > 1]
+        if grads := [p.grad for p in kernels]:
+            torch._foreach_sub_(grads, [grad.mean(tuple(range(1, grad.dim())), keepdim=True) for grad in grads])
 
 
 @torch.no_grad()
@@ -93,15 +92,32 @@ def clip_to_ema_norm(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Scale a tensor's gradient down to the root mean square that Adam remembers of it, where the configuration says
     so (as StableAdamW does with its steps). Nothing is kept but Adam's own state. A tensor whose gradients were all 0
     (R's, as long as k2 and k3 are) has no size to be held to."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"] if group.get("clip_to_ema_norm") else ():
-                known = optimizer.state.get(parameter)
-                if parameter.grad is None or not known:
-                    continue
-                past = known["exp_avg_sq"].sum() / (1 - group["betas"][1] ** known["step"])
-                now = parameter.grad.square().sum().clamp(min=torch.finfo(past.dtype).tiny)
-                parameter.grad *= torch.where(past > 0, (past / now).sqrt().clamp(max=1), 1.0)
+    for optimizer, group in _groups(optimizers, "clip_to_ema_norm"):
+        known = [(p.grad, optimizer.state[p]) for p in group["params"] if p.grad is not None and optimizer.state.get(p)]
+        if not known:
+            continue
+        grads, states = [grad for grad, _ in known], [state for _, state in known]
+        steps = torch.stack([state["step"] for state in states]).to(grads[0].device, non_blocking=True)
+        past = torch.stack(_sums([state["exp_avg_sq"] for state in states])) / (1 - group["betas"][1] ** steps)
+        now = torch.stack(_square_sums(grads)).clamp(min=torch.finfo(past.dtype).tiny)
+        factors = torch.where(past > 0, (past / now).sqrt().clamp(max=1), 1.0)
+        torch._foreach_mul_(grads, list(factors.unbind()))
+
+
+def _groups(optimizers: Iterable[torch.optim.Optimizer], asking: str) -> list[tuple[torch.optim.Optimizer, Any]]:
+    return [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups if group.get(asking)]
+
+
+def _sums(tensors: list[Tensor]) -> list[Tensor]:
+    """The sum of each tensor, of which none has a negative value. Many tensors are one kernel on an accelerator; on a
+    CPU there are no kernels to save, and a norm sums in another order."""
+    return [t.sum() for t in tensors] if tensors[0].is_cpu else list(torch._foreach_norm(tensors, 1))
+
+
+def _square_sums(tensors: list[Tensor]) -> list[Tensor]:
+    if tensors[0].is_cpu:
+        return [tensor.square().sum() for tensor in tensors]
+    return list(torch._foreach_pow(torch._foreach_norm(tensors), 2))
 
 
 def advance(optimizers: Sequence[Any], scaler: torch.amp.GradScaler | None) -> None:

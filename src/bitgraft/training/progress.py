@@ -4,70 +4,66 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
+
+from bitgraft.training.callbacks import Callback
 
 QUIET = 30.0  # seconds without a line, where there is no bar, until one says how the epoch goes
 
 
-class Progress:
+class Progress(Callback):
     """Epochs, time left, images per second, loss and accuracy."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._bars: Bars | None = None
-        self._bar: TaskID | None = None
-        self._epochs = self._steps = self._images = self._done = 0
-        self._at = (0, 0)
-        self._since = self._began = self._spoke = time.monotonic()
+        self._bars = Bars(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
+            TextColumn("{task.fields[seen]}{task.fields[rate]}", markup=False),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
 
     def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
         self._epochs, self._steps, self._images, self._done = epochs, steps_per_epoch, 0, done_epochs
         self._since = self._began = self._spoke = time.monotonic()
-        if self.console.is_terminal:
-            self._bars = Bars(
-                SpinnerColumn(),
-                TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=24),
-                TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
-                TextColumn("{task.fields[seen]}{task.fields[rate]}", markup=False),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                console=self.console,
-                transient=True,
-            )
-            total, completed = epochs * steps_per_epoch, done_epochs * steps_per_epoch
-            fields: dict[str, Any] = {"epoch": min(done_epochs + 1, epochs), "epochs": epochs, "rate": "", "seen": ""}
-            self._bar = self._bars.add_task(", ".join(tasks), total=total, completed=completed, **fields)
-            self._bars.start()
+        fields: dict[str, Any] = {"epoch": min(done_epochs + 1, epochs), "epochs": epochs, "rate": "", "seen": ""}
+        total, completed = epochs * steps_per_epoch, done_epochs * steps_per_epoch
+        self._bar = self._bars.add_task(", ".join(tasks), total=total, completed=completed, **fields)
+        self._bars.start()
 
     def step(self, epoch: int, step: int, images: int) -> None:
         self._images += images
         self._at = (epoch, step)
-        if self._bars is not None and self._bar is not None:
-            self._bars.update(self._bar, completed=epoch * self._steps + step, epoch=epoch + 1, rate=self._rate())
+        self._bars.update(self._bar, completed=epoch * self._steps + step, epoch=epoch + 1, rate=self._rate())
 
     def look(self, loss: float, accuracy: float) -> None:
         epoch, step = self._at
         seen = f"loss {loss:.3f}  train {100 * accuracy:5.1f} %  "
-        if self._bars is not None and self._bar is not None:
-            self._bars.update(self._bar, seen=seen)
-        elif step < self._steps and time.monotonic() - self._spoke > QUIET:
+        self._bars.update(self._bar, seen=seen)
+        if self._bars.disable and step < self._steps and time.monotonic() - self._spoke > QUIET:
             self._say(f"{self._of(epoch + 1)}  step {step}/{self._steps}  {seen}{self._rate()}")
 
     def epoch(self, record: dict[str, Any]) -> None:
-        line = (
-            f"{self._of(record['epoch'])}  loss {record['train_loss']:.3f}  "
-            f"train {100 * record['train_accuracy']:5.1f} %"
-        )
+        accuracy = f"train {100 * record['train_accuracy']:5.1f} %"
         if "val_accuracy" in record:
-            line += f"  val {100 * record['val_accuracy']:5.1f} %"
-        line += f"  {self._rate()}"
-        if self._bars is None and record["epoch"] < self._epochs:
-            line += f"  {self._left(record['epoch'])} left"
+            accuracy += f"  val {100 * record['val_accuracy']:5.1f} %"
+        line = f"{self._of(record['epoch'])}  loss {record['train_loss']:.3f}  {accuracy}  {self._rate()}"
+        if self._bars.disable and record["epoch"] < self._epochs:  # at the pace since this process began
+            pace = (time.monotonic() - self._began) / max(1, record["epoch"] - self._done)
+            line += f"  {spelled(pace * (self._epochs - record['epoch']))} left"
         self._say(line)
         self._images, self._since = 0, time.monotonic()
+
+    def end(self) -> None:
+        self._bars.stop()
 
     def _say(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -78,16 +74,6 @@ class Progress:
 
     def _rate(self) -> str:
         return f"{self._images / max(1e-9, time.monotonic() - self._since):.0f} images/s"
-
-    def _left(self, epoch: int) -> str:
-        """At the pace since this process began."""
-        passed = time.monotonic() - self._began
-        return spelled(passed / max(1, epoch - self._done) * (self._epochs - epoch))
-
-    def end(self) -> None:
-        if self._bars is not None:
-            self._bars.stop()
-            self._bars = None
 
 
 def spelled(seconds: float) -> str:

@@ -1,7 +1,7 @@
 """Batch norm over the batch of all processes, on any device.
 
-torch's SyncBatchNorm is for CUDA alone and would have to replace modules; here every call of batch norm in training
-mode, from whatever module, takes its mean and variance over all processes while `synchronised` is in force.
+`nn.SyncBatchNorm` refuses a CPU and would have to replace modules. Within `synchronised`, every call of batch norm in
+training mode, from whatever module, takes its mean and variance over all processes.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -9,24 +9,44 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.nn.functional import all_reduce
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 
 class synchronised(TorchFunctionMode):  # noqa: N801 - used as a context manager, like torch.no_grad
+    """With `count=False` this process runs along, but its values count for nothing."""
+
+    def __init__(self, count: bool = True) -> None:
+        super().__init__()
+        self.weight = float(count)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
-            return _batch_norm(*args, **(kwargs or {}))
+            return _batch_norm(self.weight, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def over_processes(count: int) -> AbstractContextManager[Any]:
-    """Batch norm takes its statistics over the batch of all processes, if there are several."""
-    return synchronised() if count > 1 else nullcontext()
+def over_processes(processes: int, count: bool = True) -> AbstractContextManager[Any]:
+    """`synchronised`, if there are several processes."""
+    return synchronised(count) if processes > 1 else nullcontext()
+
+
+class _AllReduce(torch.autograd.Function):
+    """The sum over processes, of gradients, too."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:  # noqa: ARG004
+        torch.distributed.all_reduce(total := tensor.clone())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:  # noqa: ARG004
+        torch.distributed.all_reduce(total := grads[0].clone())
+        return total
 
 
 def _batch_norm(
+    share: float,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -38,19 +58,22 @@ def _batch_norm(
 ) -> Tensor:
     if not training:
         return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-    dims = [d for d in range(input.dim()) if d != 1]
-    wide = input.float()
-    count = torch.full((1,), float(input.numel() // input.shape[1]), device=input.device)
-    local = torch.cat([wide.sum(dims), wide.square().sum(dims), count])
-    sums = all_reduce(local)  # type: ignore[no-untyped-call]
+    dims, shape = [d for d in range(input.dim()) if d != 1], [1, -1] + [1] * (input.dim() - 2)
+    count = torch.full((1,), share * (input.numel() // input.shape[1]), device=input.device)
+    with torch.no_grad():  # the mean, as near as float32 has it
+        first = torch.cat([input.float().sum(dims) * share, count])
+        torch.distributed.all_reduce(first)
+        centre = first[:-1] / first[-1]
+    wide = input.float() - centre.view(shape)  # E[x²] - E[x]² is exact enough only where the mean is next to 0
+    own = torch.cat([wide.sum(dims) * share, wide.square().sum(dims) * share, count])
+    sums: Tensor = _AllReduce.apply(own)
     total = sums[-1]
     mean, square = (sums[:-1] / total).chunk(2)
     var = (square - mean.square()).clamp(min=0)
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
-            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-            running_var.lerp_((var * (total / (total - 1))).to(running_var.dtype), momentum)
-    shape = [1, -1] + [1] * (input.dim() - 2)
+            running_mean.lerp_((mean + centre).to(running_mean.dtype), momentum)
+            running_var.lerp_((var * (total / (total - 1).clamp(min=1))).to(running_var.dtype), momentum)
     scale = torch.rsqrt(var + eps) if weight is None else torch.rsqrt(var + eps) * weight
     shift = -mean * scale if bias is None else bias - mean * scale
     normed: Tensor = wide * scale.view(shape) + shift.view(shape)

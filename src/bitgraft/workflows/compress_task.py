@@ -14,13 +14,13 @@ from bitgraft.data.dataset import ImageDataset
 from bitgraft.data.images import Images, Splits
 from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.data.splits import open_data
-from bitgraft.errors import StoreError, TaskError
+from bitgraft.errors import TaskError
 from bitgraft.network import Network
 from bitgraft.store import Backbone, Store
 from bitgraft.task import Task, check_name
 from bitgraft.training.callbacks import Callback
 from bitgraft.training.config import Config
-from bitgraft.workflows.train_task import one_sentence, open_store, preprocessing_for, training_images
+from bitgraft.workflows.train_task import check_name_free, one_sentence, open_store, preprocessing_for, training_images
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,8 @@ def run(
     """
     store, net = _workplace(folder, backbone)
     check_name(job.task)
-    if store is not None and store.path(job.task).exists() and not job.overwrite:
-        raise StoreError(f"the store has a task {job.task!r} already: choose another name, or pass --overwrite")
     if store is not None:
-        store.check_replaceable(job.task)
+        check_name_free(store, job.task, job.overwrite)
     splits = open_data(job.data, seed=job.config.seed) if job.data is not None else None
     path, about = file_of(job.finetuned)
     classes = job.classes

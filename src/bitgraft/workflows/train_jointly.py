@@ -7,32 +7,28 @@ new-store/
   runs/_joint/                    metrics, and a checkpoint while it runs
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import torch
 from accelerate import Accelerator
 
-from bitgraft.data.dataset import ImageDataset
 from bitgraft.errors import StoreError, TrainingError
 from bitgraft.network import Network
 from bitgraft.store import Backbone, Store
 from bitgraft.training import runs
-from bitgraft.training.callbacks import Callback, JsonLines
-from bitgraft.training.evaluation import score
-from bitgraft.training.loop import fit
+from bitgraft.training.callbacks import Callback
 from bitgraft.workflows.train_task import (
     Request,
     TrainData,
     TrainResult,
-    one_sentence,
+    fit_requests,
     open_request,
-    preprocessing_for,
-    training_images,
+    run_in,
+    settings,
+    tested,
 )
+
+WEIGHTS = "weights/backbone.safetensors"
 
 
 def run_folder(folder: str | Path) -> Path:
@@ -75,90 +71,26 @@ def train_jointly(
     accelerator = accelerator or Accelerator()
     check_new(folder, requests)
     opened = list(data or map(open_request, requests))
-    run, main = run_folder(folder), accelerator.is_main_process
-    net = Network(backbone.build()).joint_copy()
-    with runs.occupied(run) if main else contextlib.nullcontext():
-        if main:
-            runs.settle(run, _settings(net, requests, opened), requests[0].resume)
-        accelerator.wait_for_everyone()
-        with one_sentence("; mend or remove it, or pass --skip-bad-images"):
-            outcomes = _train(Path(folder), net, requests, opened, callbacks, accelerator, stop)
-        if main:
+    run, net = run_folder(folder), Network(backbone.build()).joint_copy()
+    with run_in(run, settings(net, requests, opened), requests[0].resume, accelerator):
+        result = fit_requests(net, requests, opened, run, callbacks, accelerator, stop)
+        outcomes = []
+        for request, one in zip(requests, opened, strict=True):
+            test, task = tested(net, request, one), net.tasks[request.task]
+            task.metrics |= {"test": test} if test else {}
+            path = Path(folder) / f"{task.name}.safetensors"
+            outcomes.append(TrainResult(task.freeze(), path, result.history, test, one.skipped))
+        if accelerator.is_main_process:
             _write(Path(folder), backbone, net, outcomes)
             runs.done(run)
         accelerator.wait_for_everyone()
     return outcomes
 
 
-def _train(
-    folder: Path,
-    net: Network,
-    requests: Sequence[Request],
-    opened: Sequence[TrainData],
-    callbacks: Sequence[Callback],
-    accelerator: Accelerator,
-    stop: Callable[[], bool],
-) -> list[TrainResult]:
-    first, run = requests[0], run_folder(folder)
-    config = first.config
-    torch.manual_seed(config.seed)  # dropout and the like
-    preprocessing = preprocessing_for(net, config)
-    for request, data in zip(requests, opened, strict=True):
-        net.add_task(
-            request.task,
-            classes=data.splits.classes,
-            method=request.method,
-            seed=config.seed,
-            preprocessing=preprocessing.to_dict(),
-            **request.options,
-        )
-    named = {request.task: data for request, data in zip(requests, opened, strict=True)}
-    result = fit(
-        net,
-        list(named),
-        {name: training_images(d.splits.train, d.splits, preprocessing, config) for name, d in named.items()},
-        {name: ImageDataset(d.splits.val, preprocessing) if d.splits.val else None for name, d in named.items()},
-        config,
-        folder=run,
-        resume=first.resume and runs.interrupted(run),
-        callbacks=[JsonLines(run / runs.METRICS), *callbacks] if accelerator.is_main_process else callbacks,
-        workers=first.workers,
-        accelerator=accelerator,
-        checkpoint_every=first.checkpoint_every,
-        stop=stop,
-    )
-    outcomes = []
-    for name, data in named.items():
-        task, tested = net.tasks[name], None
-        if data.tested:
-            held_out = ImageDataset(data.tested, preprocessing)
-            tested = score(net, name, held_out, batch=4 * config.batch, workers=first.workers)
-            task.metrics = {**task.metrics, "test": tested}
-        task.freeze()
-        outcomes.append(TrainResult(task, folder / f"{name}.safetensors", result.history, tested, data.skipped))
-    return outcomes
-
-
 def _write(folder: Path, backbone: Backbone, net: Network, outcomes: Sequence[TrainResult]) -> None:
     """The weights first: a store is one from when its record is there, and must be whole then."""
-    weights = folder / "weights" / "backbone.safetensors"
-    weights.parent.mkdir(parents=True, exist_ok=True)
-    net.save_backbone(weights)
-    Store.create(folder, Backbone(backbone.name, str(weights)), net)
+    (folder / WEIGHTS).parent.mkdir(parents=True, exist_ok=True)
+    net.save_backbone(folder / WEIGHTS)
+    Store.create(folder, Backbone(backbone.name, str(folder / WEIGHTS)), net)
     for outcome in outcomes:
         net.save_task(outcome.task.name, outcome.path)
-
-
-def _settings(net: Network, requests: Sequence[Request], opened: Sequence[TrainData]) -> dict[str, Any]:
-    """What must be the same for a run to go on."""
-    first = requests[0]
-    tasks = {
-        f"task {request.task}": {
-            "data": request.data,
-            "classes": list(data.splits.classes),
-            "images": [len(p) if p else 0 for p in (data.splits.train, data.splits.val, data.splits.test)],
-        }
-        for request, data in zip(requests, opened, strict=True)
-    }
-    method = {"method": first.method, "options": dict(first.options)}
-    return {"backbone": net.fingerprint, **method, **tasks, "config": asdict(first.config)}

@@ -23,6 +23,7 @@ from bitgraft.store import Backbone, Store
 from bitgraft.task import Task
 from bitgraft.training import runs
 from bitgraft.training.callbacks import Callback, JsonLines
+from bitgraft.training.checkpoint import Result
 from bitgraft.training.config import Config
 from bitgraft.training.evaluation import score
 from bitgraft.training.loop import fit
@@ -102,24 +103,29 @@ def open_request(request: Request) -> TrainData:
     return TrainData(*drop_bad(splits)) if request.skip_bad else TrainData(splits, [])
 
 
+def check_name_free(store: Store, name: str, overwrite: bool) -> None:
+    """Refuse to write over a task, unless asked to and nothing depends on it."""
+    if store.path(name).exists() and not overwrite:
+        raise TrainingError(f"the store has a task {name!r} already: choose another name, or pass --overwrite")
+    store.check_replaceable(name)
+
+
 def check_free(store: Store, request: Request) -> None:
     """Refuse to write over a task, or over a run that can go on, unless asked to, and to build on what is not there."""
-    if request.task in request.earlier:
-        raise TrainingError(f"task {request.task!r} cannot build on itself: choose another name for the new one")
+    name, folder = request.task, store.run_folder(request.task)
+    if name in request.earlier:
+        raise TrainingError(f"task {name!r} cannot build on itself: choose another name for the new one")
     for earlier in request.earlier:
         store.archive(earlier)
-    path, folder, name = store.path(request.task), store.run_folder(request.task), request.task
-    if request.resume:
-        if not runs.begun(folder):
-            ended = f", and {path} is the task as it was trained" if path.exists() else ""
-            raise TrainingError(f"there is no run of task {name!r} to resume in {store.folder}{ended}")
-    elif path.exists() and not request.overwrite:
-        raise TrainingError(f"the store has a task {name!r} already: choose another name, or pass --overwrite")
-    elif runs.interrupted(folder) and not request.overwrite:
+    if request.resume and not runs.begun(folder):
+        path = store.path(name)
+        ended = f", and {path} is the task as it was trained" if path.exists() else ""
+        raise TrainingError(f"there is no run of task {name!r} to resume in {store.folder}{ended}")
+    check_name_free(store, name, request.overwrite or request.resume)
+    if runs.interrupted(folder) and not (request.overwrite or request.resume):
         raise TrainingError(
             f"a run of task {name!r} was interrupted and can go on: pass --resume, or --overwrite to begin anew"
         )
-    store.check_replaceable(name)
 
 
 def train(
@@ -139,59 +145,91 @@ def train(
     accelerator = accelerator or Accelerator()
     check_free(store, request)
     data = data or open_request(request)
-    folder, main = store.run_folder(request.task), accelerator.is_main_process
-    with runs.occupied(folder) if main else contextlib.nullcontext():
-        if main:
-            runs.settle(folder, _settings(store, net, request, data), request.resume)
+    folder, path = store.run_folder(request.task), store.path(request.task)
+    built_on = {
+        "borrow": [content(store.archive(name)) for name in request.borrow] or None,
+        "start": content(store.archive(request.start)) if request.start is not None else None,
+    }
+    with run_in(folder, settings(net, [request], [data], **built_on), request.resume, accelerator):
+        for earlier in [*_chain(store, request.method), *request.earlier]:
+            if earlier not in net.tasks and earlier != request.task:
+                store.load(net, earlier)
+        if request.task in net.tasks:
+            net.remove_task(request.task)
+        result = fit_requests(net, [request], [data], folder, callbacks, accelerator, stop)
+        task = net.tasks[request.task]
+        test = best_test = tested(net, request, data)
+        if test and request.both and result.best_tasks and result.best != result.history[-1]:
+            with other_values(task, result.best_tasks[request.task]):
+                best_test = tested(net, request, data)
+        task.metrics |= {"test": test} if test else {}
+        task.freeze()
+        if accelerator.is_main_process:
+            net.save_task(request.task, path)
+            runs.done(folder)
+        accelerator.wait_for_everyone()
+    return TrainResult(task, path, result.history, test, data.skipped, result.best, best_test)
+
+
+@contextlib.contextmanager
+def run_in(folder: Path, settings: dict[str, Any], resume: bool, accelerator: Accelerator) -> Iterator[None]:
+    """Hold the folder of a run in the main process, with its settings; the others follow."""
+    with runs.occupied(folder) if accelerator.is_main_process else contextlib.nullcontext():
+        if accelerator.is_main_process:
+            runs.settle(folder, settings, resume)
         accelerator.wait_for_everyone()
         with one_sentence("; mend or remove it, or pass --skip-bad-images"):
-            return _train(store, net, request, data, callbacks, accelerator, stop, folder)
+            yield
 
 
-def _train(
-    store: Store,
+def fit_requests(
     net: Network,
-    request: Request,
-    data: TrainData,
+    requests: Sequence[Request],
+    opened: Sequence[TrainData],
+    folder: Path,
     callbacks: Sequence[Callback],
     accelerator: Accelerator,
     stop: Callable[[], bool],
-    folder: Path,
-) -> TrainResult:
-    config, splits, main = request.config, data.splits, accelerator.is_main_process
+) -> Result:
+    """Add the tasks of requests that differ in data and task alone, and train them, in turns if there are several."""
+    first, config = requests[0], requests[0].config
     torch.manual_seed(config.seed)  # dropout and the like
-    preprocessing = preprocessing_for(net, config)
-    _add_task(store, net, request, splits.classes, preprocessing)
-    watching = [JsonLines(folder / runs.METRICS), *callbacks] if main else list(callbacks)
-    result = fit(
+    preprocessing, train, val = preprocessing_for(net, config), {}, {}
+    for request, data in zip(requests, opened, strict=True):
+        net.add_task(
+            request.task,
+            classes=data.splits.classes,
+            method=request.method,
+            seed=config.seed,
+            preprocessing=preprocessing.to_dict(),
+            borrow=request.borrow,
+            start=request.start,
+            **request.options,
+        )
+        train[request.task] = training_images(data.splits.train, data.splits, preprocessing, config)
+        val[request.task] = ImageDataset(data.splits.val, preprocessing) if data.splits.val else None
+    return fit(
         net,
-        request.task,
-        training_images(splits.train, splits, preprocessing, config),
-        ImageDataset(splits.val, preprocessing) if splits.val else None,
+        list(train),
+        train,
+        val,
         config,
         folder=folder,
-        resume=request.resume and runs.interrupted(folder),
-        callbacks=watching,
-        workers=request.workers,
+        resume=first.resume and runs.interrupted(folder),
+        callbacks=[JsonLines(folder / runs.METRICS), *callbacks] if accelerator.is_main_process else callbacks,
+        workers=first.workers,
         accelerator=accelerator,
-        checkpoint_every=request.checkpoint_every,
+        checkpoint_every=first.checkpoint_every,
         stop=stop,
     )
-    task, path = net.tasks[request.task], store.path(request.task)
-    tested = best_tested = None
-    if data.tested:
-        held_out = ImageDataset(data.tested, preprocessing)
-        tested = best_tested = score(net, request.task, held_out, batch=4 * config.batch, workers=request.workers)
-        if request.both and result.best_tasks and result.best != result.history[-1]:
-            with other_values(task, result.best_tasks[request.task]):
-                best_tested = score(net, request.task, held_out, batch=4 * config.batch, workers=request.workers)
-    task.metrics = {**task.metrics, **({"test": tested} if tested else {})}
-    task.freeze()
-    if main:
-        net.save_task(request.task, path)
-        runs.done(folder)
-    accelerator.wait_for_everyone()
-    return TrainResult(task, path, result.history, tested, data.skipped, result.best, best_tested)
+
+
+def tested(net: Network, request: Request, data: TrainData) -> dict[str, float] | None:
+    """How a task does on the test images, if there are some with labels."""
+    if not data.tested:
+        return None
+    images = ImageDataset(data.tested, preprocessing_for(net, request.config))
+    return score(net, request.task, images, batch=4 * request.config.batch, workers=request.workers)
 
 
 @contextlib.contextmanager
@@ -205,40 +243,16 @@ def other_values(task: Task, values: Mapping[str, torch.Tensor]) -> Iterator[Non
         task.load_state_dict(now)
 
 
-def _add_task(
-    store: Store, net: Network, request: Request, classes: Sequence[str], preprocessing: Preprocessing
-) -> None:
-    for earlier in [*_chain(store, request.method), *request.earlier]:
-        if earlier not in net.tasks and earlier != request.task:
-            store.load(net, earlier)
-    if request.task in net.tasks:
-        net.remove_task(request.task)
-    net.add_task(
-        request.task,
-        classes=classes,
-        method=request.method,
-        seed=request.config.seed,
-        preprocessing=preprocessing.to_dict(),
-        borrow=request.borrow,
-        start=request.start,
-        **request.options,
-    )
-
-
-def _settings(store: Store, net: Network, request: Request, data: TrainData) -> dict[str, Any]:
+def settings(net: Network, requests: Sequence[Request], opened: Sequence[TrainData], **more: Any) -> dict[str, Any]:
     """What must be the same for a run to go on."""
-    splits = data.splits
-    return {
-        "data": request.data,
-        "backbone": net.fingerprint,
-        "method": request.method,
-        "options": dict(request.options),
-        "borrow": [content(store.archive(name)) for name in request.borrow] or None,
-        "start": content(store.archive(request.start)) if request.start is not None else None,
-        "classes": list(splits.classes),
-        "images": [len(part) if part else 0 for part in (splits.train, splits.val, splits.test)],
-        "config": asdict(request.config),
-    }
+    first, tasks = requests[0], {}
+    for request, data in zip(requests, opened, strict=True):
+        splits = (data.splits.train, data.splits.val, data.splits.test)
+        images = [len(split) if split else 0 for split in splits]
+        tasks[f"task {request.task}"] = {"data": request.data, "classes": list(data.splits.classes), "images": images}
+    about = tasks if len(tasks) > 1 else tasks[f"task {first.task}"]
+    method = {"backbone": net.fingerprint, "method": first.method, "options": dict(first.options)}
+    return {**method, **about, **more, "config": asdict(first.config)}
 
 
 @contextlib.contextmanager

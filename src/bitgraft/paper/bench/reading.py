@@ -14,7 +14,7 @@ from bitgraft.methods import registry
 from bitgraft.paper.bench.suite import SPLITS, Backbone, Dataset, Row, Suite
 from bitgraft.paper.report.records import ORIGINAL
 from bitgraft.task import check_name
-from bitgraft.training.config import preset_options
+from bitgraft.training.presets import preset_options
 
 LIKE = "like"
 

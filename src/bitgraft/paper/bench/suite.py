@@ -7,7 +7,8 @@ from typing import Any, Literal
 from bitgraft.errors import SuiteError
 from bitgraft.methods import registry
 from bitgraft.paper.report.records import ORIGINAL
-from bitgraft.training.config import Config, preset
+from bitgraft.training.config import Config
+from bitgraft.training.presets import preset
 
 SPLITS = ("train", "val", "test")
 

@@ -1,0 +1,66 @@
+"""Several processes, one run: what they must hold in common, and what each keeps to itself."""
+
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import broadcast, broadcast_object_list, gather_object
+from torch import Tensor, nn
+
+from bitgraft.errors import TrainingError
+
+T = TypeVar("T")
+REFUSED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+
+
+def check_supported(accelerator: Accelerator) -> None:
+    """Refuse what shards weights: a task's are computed from whole ones."""
+    if accelerator.distributed_type in REFUSED:
+        raise TrainingError(
+            f"training under {accelerator.distributed_type.value} is not supported: use one process or plain data "
+            "parallelism (torchrun, or `accelerate launch --multi_gpu`); the frozen backbone takes no optimiser memory"
+        )
+
+
+def gathered(item: T, accelerator: Accelerator) -> list[T]:
+    """Every process's item, in every process."""
+    return list(gather_object([item])) if accelerator.num_processes > 1 else [item]
+
+
+def gathered_in_main(item: T, accelerator: Accelerator) -> list[T] | None:
+    """Every process's item in the main process; None in the others."""
+    if accelerator.num_processes == 1:
+        return [item]
+    items: list[Any] | None = [None] * accelerator.num_processes if accelerator.is_main_process else None
+    torch.distributed.gather_object(item, items)
+    return items
+
+
+def from_main(item: T, accelerator: Accelerator) -> T:
+    """The main process's item, in every process."""
+    if accelerator.num_processes > 1:
+        (item,) = broadcast_object_list([item])
+    return item
+
+
+def broadcast_from_main(module: nn.Module, accelerator: Accelerator) -> None:
+    """Let all processes hold the parameters and buffers that the main one does."""
+    if accelerator.num_processes > 1:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            tensor.detach().copy_(broadcast(tensor.detach().clone()))
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Where this process's random numbers are, on the CPU and on its device."""
+    state = {"cpu": torch.get_rng_state()}
+    return state if device.type == "cpu" else state | {"device": _device_module(device).get_rng_state(device)}
+
+
+def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type != "cpu" and "device" in state:
+        _device_module(device).set_rng_state(state["device"], device)
+
+
+def _device_module(device: torch.device) -> Any:
+    return torch.get_device_module(device)

@@ -1,0 +1,72 @@
+"""Training on a device that is not a CPU: the same results, and no step waits for the device."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from stripes import SHORT, network, stripes
+
+from bitgraft import fit
+
+CONFIG = SHORT.changed(accumulate=2, optimizers={"head": "sgd"})
+SIMULATED = textwrap.dedent(
+    """
+    import sys, torch
+    sys.path[:0] = [{tests!r}, {tests!r} + "/training"]
+    torch.set_num_threads(1)
+    from accelerate import Accelerator
+    from simulated_device import SIM, Sim, waits
+    from test_devices import CONFIG, network, stripes
+    from bitgraft import fit
+
+    class Simulated(Accelerator):
+        device = SIM
+
+    class Waits:
+        def __init__(self):
+            self.steps, self.epochs = [], []
+        def note(self, seen):
+            seen.append(dict(waits))
+            waits.clear()
+        def begin(self, *args): waits.clear()
+        def step(self, *args): self.note(self.steps)
+        def look(self, *args): pass
+        def epoch(self, record): self.note(self.epochs)
+        def end(self): pass
+
+    found = {{}}
+    for method in ("full", "lora"):
+        net, noted = network(method), Waits()
+        torch.manual_seed(5)
+        with Sim():
+            result = fit(net, "stripes", stripes(80, 1), stripes({val}, 2), CONFIG, accelerator=Simulated(cpu=True),
+                         callbacks=[noted])
+            assert all(tensor.device == SIM for tensor in net.tasks["stripes"].state_dict().values())
+        found[method] = dict(steps=noted.steps, epochs=noted.epochs, history=result.history)
+    torch.save(found, {out!r})
+    """
+)
+
+
+def simulated(path: Path, val: int) -> dict:
+    source = SIMULATED.format(tests=str(Path(__file__).parents[1]), val=val, out=str(path))
+    subprocess.run([sys.executable, "-c", source], check=True)
+    return torch.load(path, weights_only=True)
+
+
+def test_a_device_gives_what_the_cpu_gives_and_is_never_waited_for_in_a_step(tmp_path):
+    few, many = simulated(tmp_path / "few.pt", 60), simulated(tmp_path / "many.pt", 260)
+    for method in ("full", "lora"):
+        net = network(method)
+        torch.manual_seed(5)
+        expected = fit(net, "stripes", stripes(80, 1), stripes(60, 2), CONFIG, accelerator=Accelerator(cpu=True))
+        assert few[method]["steps"] == [{}] * 10
+        assert [epoch["tolist"] for epoch in few[method]["epochs"]] == [3, 3]  # loss, record and validation, at its end
+        assert few[method]["epochs"] == many[method]["epochs"]  # however many batches are validated
+        for mine, theirs in zip(few[method]["history"], expected.history, strict=True):
+            assert mine["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-3)
+            assert mine["val_loss"] == pytest.approx(theirs["val_loss"], rel=1e-3)

@@ -1,0 +1,188 @@
+"""Two processes end as one does, whatever the number of images, and hold the same task throughout."""
+
+import sys
+import textwrap
+from pathlib import Path
+
+import torch
+from launching import TORCHRUN, launched
+
+TESTS = str(Path(__file__).parents[1])
+HEAD = f"""
+import sys, torch
+from pathlib import Path
+sys.path.insert(0, {TESTS!r})
+torch.set_num_threads(1)
+from torch import nn
+from accelerate import Accelerator
+from stripes import PROPORTIONATE, SHORT, Network, backbone, network, stripes
+from bitgraft import fit
+from bitgraft.training.evaluation import score
+from bitgraft.training.loop import StoppedError
+accelerator = Accelerator(cpu=True)
+rank, world, main = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
+found = {{}}
+
+def still(net):
+    for module in net.backbone.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return net
+"""
+TAIL = """
+torch.save(found, f"{world}-{rank}.pt")
+if world > 1:
+    torch.distributed.destroy_process_group()
+"""
+
+
+def run(folder, body: str, world: int) -> list[dict]:
+    """Run a script in so many processes; what each of them found."""
+    script = folder / f"{world}.py"
+    script.write_text(HEAD + textwrap.dedent(body) + TAIL)
+    with launched(*((sys.executable,) if world == 1 else TORCHRUN), str(script), folder=folder) as group:
+        assert group.ended() == 0, group.err
+    return [torch.load(folder / f"{world}-{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+NORMS = """
+from torch.nn import functional as F
+from bitgraft.training.sync_bn import synchronised
+for mean in (0.0, 100.0, 1000.0, 3000.0):
+    rng = torch.Generator().manual_seed(1)
+    x = torch.randn(7, 4, 3, 3, generator=rng) * torch.tensor([0.5, 1, 2, 3]).view(1, 4, 1, 1) + mean
+    grad, weight = torch.randn(x.shape, generator=rng), torch.rand(4, generator=rng)
+    norm = nn.BatchNorm2d(4)
+    norm.weight.data.copy_(weight)
+    part = x[rank::world].clone().requires_grad_()
+    with synchronised():
+        y = norm(part)
+    (y * grad[rank::world]).sum().backward()
+    exact, whole = nn.BatchNorm2d(4).double(), x.double().requires_grad_()
+    exact.weight.data.copy_(weight)
+    z = exact(whole)
+    (z * grad).sum().backward()
+    off = lambda a, b: float((a - b).abs().max())
+    found[mean] = {
+        "output": off(y, z[rank::world]),
+        "gradient": off(part.grad, whole.grad[rank::world]),
+        "mean": off(norm.running_mean, exact.running_mean) / (1 + mean),
+        "variance": off(norm.running_var, exact.running_var),
+    }
+"""
+
+
+def test_batch_statistics_over_processes_are_exact_whatever_the_mean(tmp_path):
+    """Against one process in float64: E[x²] - E[x]² in float32 would be off by 1e3 at a mean of 3,000."""
+    for found in run(tmp_path, NORMS, 2):
+        for mean, off in found.items():
+            assert all(value < 2e-5 for value in off.values()), (mean, off)
+
+
+UNEVEN = """
+cases = {"65": (65, 32, 1, 129), "33": (33, 32, 1, 1), "35 in parts": (35, 32, 2, 30), "1": (1, 4, 1, 3)}
+for name, (images, batch, accumulate, val) in cases.items():
+    for statistics in ("batch", "kept"):
+        if statistics == "batch" and images == 1:
+            continue
+        config = PROPORTIONATE.changed(batch=batch, accumulate=accumulate, statistics=statistics)
+        net = still(network("finetune"))
+        result = fit(net, "stripes", stripes(images, 1), stripes(val, 2), config, accelerator=accelerator)
+        found[f"{name}, {statistics}"] = {**net.tasks["stripes"].state_dict(), **result.history[-1]}
+"""
+
+
+def test_any_number_of_images_and_parts(tmp_path):
+    """A process without a share of a batch takes part all the same, and what it runs counts for nothing."""
+    (one,), two = run(tmp_path, UNEVEN, 1), run(tmp_path, UNEVEN, 2)
+    assert len(one) == 7
+    for case, expected in one.items():
+        for found in two:
+            for name, value in expected.items():
+                mine, theirs = (torch.as_tensor(v, dtype=torch.float64) for v in (value, found[case][name]))
+                assert torch.allclose(mine, theirs, rtol=2e-3, atol=2e-4), (case, name)
+
+
+START = """
+from bitgraft.training import init
+seen, real = [], init._minimise
+init._minimise = lambda features, *rest: (seen.append(features), real(features, *rest))
+before = still(network())
+config = SHORT.changed(epochs=1, rates=dict.fromkeys(SHORT.rates, 0.0))
+if rank:  # as where processes began with other random numbers
+    with torch.no_grad():
+        before.tasks["stripes"].owned["9.bias"] += 1
+fit(before, "stripes", stripes(51, 1), None, config, accelerator=accelerator)
+found["tensors"] = before.tasks["stripes"].state_dict()
+found["fitted"] = [len(features) for features in seen]
+"""
+
+
+def test_all_processes_start_from_the_same_head_statistics_and_means(tmp_path):
+    (one,), two = run(tmp_path, START, 1), run(tmp_path, START, 2)
+    assert [found["fitted"] for found in (one, *two)] == [[51], [51], []]  # the main process fits the head
+    for name, tensor in one["tensors"].items():
+        assert torch.equal(two[0]["tensors"][name], two[1]["tensors"][name]), name
+        assert torch.allclose(two[0]["tensors"][name].float(), tensor.float(), rtol=1e-3, atol=1e-4), name
+
+
+RESUMED = """
+config = SHORT.changed(statistics="batch", keep="best")
+data = stripes(49, 1), stripes(9, 2)
+def begun():
+    net = network()
+    torch.manual_seed(5 + rank)  # dropout
+    return net
+whole = begun()
+history = fit(whole, "stripes", *data, config, accelerator=accelerator).history
+steps = iter(range(1, 100))
+try:
+    fit(begun(), "stripes", *data, config, accelerator=accelerator, folder=".", stop=lambda: next(steps) == 2)
+except StoppedError:
+    found["stopped"] = True
+again = network()
+torch.manual_seed(99)
+found["history"] = fit(again, "stripes", *data, config, accelerator=accelerator, folder=".", resume=True).history
+found["expected"] = history
+for name, net in (("whole", whole), ("again", again)):
+    found[name] = net.tasks["stripes"].state_dict()
+"""
+
+
+def test_each_process_goes_on_with_its_own_random_numbers(tmp_path):
+    for found in run(tmp_path, RESUMED, 2):
+        assert found["stopped"]
+        assert found["history"] == found["expected"]
+        assert all(torch.equal(tensor, found["again"][name]) for name, tensor in found["whole"].items())
+
+
+UNUSED = """
+class Spare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.spare = backbone(), nn.Conv2d(1, 8, 3)
+    def forward(self, x):
+        return self.body(x)
+
+asked, prepare = [], accelerator.prepare
+def noted(*args):
+    if accelerator.ddp_handler is not None:
+        asked.append(accelerator.ddp_handler.find_unused_parameters)
+    return prepare(*args)
+accelerator.prepare = noted
+for name, module in (("spare", Spare()), ("plain", backbone())):
+    net = Network(module, example=(1, 1, 12, 12))
+    net.add_task("stripes", classes=3, method="finetune")
+    torch.manual_seed(5)
+    fit(still(net), "stripes", stripes(20, 1), None, PROPORTIONATE, accelerator=accelerator)
+    found[name] = {key.replace("·body", ""): tensor for key, tensor in net.tasks["stripes"].state_dict().items()}
+found["asked"] = asked
+"""
+
+
+def test_a_layer_that_never_runs_is_left_out_and_only_then_looked_for(tmp_path):
+    for found in run(tmp_path, UNUSED, 2):
+        assert found["asked"] == [True, False]
+        assert any("spare" in name for name in found["spare"])
+        for name, tensor in found["plain"].items():
+            assert torch.equal(found["spare"][name], tensor), name
