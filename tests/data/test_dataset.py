@@ -7,9 +7,8 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Subset
 
-from bitgraft.data import cache, dataset, preprocessing
-from bitgraft.data.cache import PixelCache, room
-from bitgraft.data.dataset import ImageDataset
+from bitgraft.data import dataset, preprocessing
+from bitgraft.data.dataset import ImageDataset, PixelCache, cache_room
 from bitgraft.data.images import Images
 from bitgraft.data.preprocessing import Augmentation, Preprocessing, evaluation_tensor
 from bitgraft.errors import DataError
@@ -69,7 +68,7 @@ def test_forked_workers_fill_the_cache_for_all(images, monkeypatch):
     data = ImageDataset(images, SMALL, Augmentation())
     first = batches(data, epochs=[0], num_workers=2, multiprocessing_context=FORK)
     assert all(i in data._cache for i in range(12))
-    monkeypatch.setattr(dataset, "framed", None)  # decoding again would fail
+    monkeypatch.setattr(dataset, "resize_to_frame", None)  # decoding again would fail
     assert equal(batches(data, epochs=[0]), first)
 
 
@@ -147,11 +146,9 @@ def test_the_budget_changes_nothing_but_the_cache(images, budget):
 
 
 def test_small_shared_memory_limits_the_budget(monkeypatch, tmp_path):
-    monkeypatch.setattr(cache, "SHARED_MEMORY", str(tmp_path))
-    monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
-    assert room(10**9) == 800
-    monkeypatch.setattr(cache, "SHARED_MEMORY", str(tmp_path / "none"))
-    assert room(10**9) == 10**9
+    monkeypatch.setattr(dataset.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    assert cache_room(10**9, str(tmp_path)) == 800
+    assert cache_room(10**9, str(tmp_path / "none")) == 10**9
 
 
 def test_pickles_leave_the_cache_behind(images):
@@ -183,16 +180,12 @@ def test_two_processes_fill_one_cache():
     assert 40 not in shared_cache
 
 
-def test_bad_images_are_named_or_skipped(images):
+def test_bad_images_are_named(images):
     images.files[4].write_bytes(images.files[4].read_bytes()[:60])
     with pytest.raises(DataError, match=r"04\.png"):
         batches(ImageDataset(images, SMALL))
     with pytest.raises(DataError, match=r"04\.png"):
         batches(ImageDataset(images, SMALL, RESIZED))
-    data = ImageDataset(images, SMALL, skip_bad=True)
-    assert len(data) == 11
-    assert [path.name for path, _ in data.skipped] == ["04.png"]
-    assert len(batches(data, epochs=[0])) == 6
 
 
 def test_items_have_pythons_indices(images):
