@@ -5,8 +5,6 @@ import os
 import shutil
 from collections.abc import Sequence
 from math import prod
-from multiprocessing.context import get_spawning_popen
-from typing import Any
 
 import numpy as np
 import torch
@@ -51,9 +49,14 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         self.images, self.preprocessing, self.seed = images, preprocessing, seed
         self.augmentation = augmentation or Augmentation(flip=False, crop="none")
         self._epoch = _shared(torch.zeros((), dtype=torch.int64))  # so that persistent workers see it change
-        frame = (preprocessing.channels, *preprocessing.frame)
-        rows = 0 if self.augmentation.crop == "random-resized" else len(images)
-        self._cache = PixelCache(rows, frame, cache_bytes)
+        shape = (preprocessing.channels, *preprocessing.frame)
+        rows = (
+            0
+            if self.augmentation.crop == "random-resized"
+            else min(len(images), cache_room(cache_bytes) // prod(shape))
+        )
+        self._cache = _shared(torch.empty((rows, *shape), dtype=torch.uint8))
+        self._cached = _shared(torch.zeros(rows, dtype=torch.bool))
 
     @property
     def labels(self) -> tuple[int, ...]:
@@ -108,50 +111,21 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         return pixels[:, :, ::-1] if self.augmentation.flip and flip < 0.5 else pixels
 
     def _frame(self, index: int) -> Pixels:
-        """The resized image, which is the same in every epoch."""
-        if index in self._cache:
-            return self._cache[index]
+        """The resized image, which is the same in every epoch, from the cache if it is there.
+
+        Workers write to the cache without a lock: pixels come before the flag, and two that write the same image write
+        the same bytes.
+        """
+        if index < len(self._cached) and self._cached[index]:
+            return self._cache[index].numpy()
         pixels = resize_to_frame(self.images.source[index], self.preprocessing, self._name(index))
-        self._cache[index] = pixels
+        if index < len(self._cached):
+            self._cache[index].numpy()[:] = pixels
+            self._cached[index] = True
         return pixels
 
     def _name(self, index: int) -> str:
         return "" if self.images.files is not None else f"image {index} of the data set"
-
-
-class PixelCache:
-    """The first images of a data set, as many as the budget holds, in memory that loader workers share.
-
-    Any worker may write any image at any time without a lock: pixels come before the flag that marks them as present,
-    and two workers that write the same image write the same bytes.
-    """
-
-    def __init__(
-        self, items: int, shape: tuple[int, int, int], budget: int, tensors: tuple[Tensor, Tensor] | None = None
-    ) -> None:
-        self._arguments = items, shape, budget
-        rows = min(items, cache_room(budget) // prod(shape))
-        self._tensors = tensors or (
-            _shared(torch.empty((rows, *shape), dtype=torch.uint8)),
-            _shared(torch.zeros(rows, dtype=torch.bool)),
-        )
-        self._pixels, self._present = (tensor.numpy() for tensor in self._tensors)
-
-    def __contains__(self, index: int) -> bool:
-        return index < len(self._present) and bool(self._present[index])
-
-    def __getitem__(self, index: int) -> Pixels:
-        pixels: Pixels = self._pixels[index]
-        return pixels
-
-    def __setitem__(self, index: int, pixels: Pixels) -> None:
-        if index < len(self._present):
-            self._pixels[index] = pixels
-            self._present[index] = True
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A worker that is being spawned gets the same memory; any other pickle gets an empty cache."""
-        return PixelCache, (*self._arguments, None if get_spawning_popen() is None else self._tensors)
 
 
 def cache_room(budget: int, folder: str = "/dev/shm") -> int:
