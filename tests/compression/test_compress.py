@@ -76,7 +76,7 @@ def test_k_for_a_mask_is_the_least_squares_solution(pairs, fixed, rng):
     mask = torch.tensor([[rng.random() < 0.5 for _ in pairs]])
     w, d = weight.double(), (target.double() - weight.double())
     under = torch.stack([(mask * part).sum(1) for part in (torch.ones_like(w), w, w * w, d, w * d)])
-    k = closed.solve(closed.sums_over_all(weight, target), under, fixed)[0].numpy() + np.array(START)
+    k = closed.solve(closed.sweep(weight, target)[0], under, fixed)[0].numpy() + np.array(START)
     flat, wanted, bits = w[0].numpy(), target.double()[0].numpy(), mask[0].double().numpy()
     reached = np.square(wanted - columns(flat, bits) @ k).sum()
     assert reached <= slow_error(flat, wanted, bits, fixed) + 1e-9 * (1 + np.square(wanted).sum())
@@ -87,7 +87,7 @@ def test_k_for_a_mask_is_the_least_squares_solution(pairs, fixed, rng):
 @some
 def test_turns_never_go_up(pairs, fixed, start):
     weight, target = rows(pairs)
-    totals = closed.sums_over_all(weight, target)
+    totals, _ = closed.sweep(weight, target)
     sums, _ = closed.sweep(weight, target, closed.starts(totals)[start])
     errors = []
     for _ in range(6):

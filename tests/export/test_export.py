@@ -134,7 +134,7 @@ def test_a_program_of_other_scores_is_refused(monkeypatch):
     subject = Subject(taught(tiny()), "t")
     answer = Subject.answer
     monkeypatch.setattr(Subject, "answer", lambda self, x: torch.nextafter(answer(self, x), torch.tensor(torch.inf)))
-    with pytest.raises(ExportError, match="gives other scores than the task 't' on a batch of 1, so no file was written"):
+    with pytest.raises(ExportError, match="other scores than the task 't' on a batch of 1, so no file was written"):
         plain.program_bytes(subject)
 
 

@@ -32,21 +32,15 @@ class Compression:
     """A compressed task, and how close it comes to the fine-tuned copy."""
 
     task: Task
-    change: float
-    """The squared norm of what fine-tuning changed in the transformed weights."""
-    left: float
-    """How much of that the task lacks, before any calibration."""
+    kept: float
+    """The share of what fine-tuning changed in the transformed weights that the task has, by squared norm, before any
+    calibration."""
     cosine: float
     """Between the transformed weights of the copy and of the backbone."""
     accuracy: dict[str, float] = field(default_factory=dict)
     """Of the copy ("finetuned"), the task in closed form ("compressed"), and "calibrated"; empty without data."""
     history: list[dict[str, Any]] = field(default_factory=list)
     """One record per epoch of calibration."""
-
-    @property
-    def kept(self) -> float:
-        """The share of the change that the task has."""
-        return 1 - self.left / self.change if self.change else 1.0
 
     @property
     def warnings(self) -> list[str]:
@@ -141,7 +135,8 @@ def _in_closed_form(
             sums += _fit(transform, net.anatomy.tensor(part).detach(), target[part])
     change, left, mine, theirs, product = sums.tolist()
     scale = math.sqrt(mine * theirs)
-    return Compression(task.eval(), change, left, product / scale if scale else 1.0)
+    kept = 1 - left / change if change else 1.0
+    return Compression(task.eval(), kept, product / scale if scale else 1.0)
 
 
 def _with_own(net: Network, target: Mapping[str, Tensor], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,7 +169,5 @@ def _fit(transform: Masked, weight: Tensor, target: Tensor) -> Tensor:
 
 def scores_of(mask: Tensor, margin: Tensor, threshold: float) -> Tensor:
     """R, as far from the threshold as the weight is from where its bit would change, and never on it."""
-    at = torch.tensor(threshold)
-    above = torch.maximum(at + margin, torch.nextafter(at, at + 1))
-    below = torch.minimum(at - margin, torch.nextafter(at, at - 1))
-    return torch.where(mask, above, below)
+    least = 1e-6 * max(1.0, abs(threshold))
+    return threshold + torch.where(mask, 1.0, -1.0) * margin.clamp(min=least)

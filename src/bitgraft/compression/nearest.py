@@ -10,7 +10,7 @@ of its output channels. Sums are in float64, and an iteration is one pass over m
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,19 +31,15 @@ Fixed = Sequence[float | None]
 Place = tuple[slice, slice]
 
 
-@dataclass(frozen=True)
-class Nearest:
-    k: Tensor
-    """float32, (4, rows)."""
-    mask: Tensor
-    """The best one for these k, (rows, columns)."""
-    margin: Tensor
-    """How far T is from where the bit would change, in the units of the weight; float32, never negative."""
+class Nearest(NamedTuple):
+    k: Tensor  # float32, (4, rows)
+    mask: Tensor  # the best one for these k, (rows, columns)
+    margin: Tensor  # how far T is from where the bit would change, in the units of the weight; float32
 
 
 def nearest(weight: Tensor, target: Tensor, fixed: Fixed) -> Nearest:
     """The nearest W~ to the target, both given as matrices with one row for each set of k."""
-    totals = sums_over_all(weight, target)
+    totals, _ = sweep(weight, target)
     trials = [descend(weight, target, totals, fixed, c, TRIAL) for c in starts(totals)]
     errors = torch.stack([error for _, error in trials])  # (starts, rows)
     best = torch.stack([c for c, _ in trials])[errors.argmin(0), torch.arange(len(weight))]  # (rows, 4)
@@ -114,23 +110,17 @@ def _constants(fixed: Fixed) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def sweep(weight: Tensor, target: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """With the best mask for c: the sums over elements whose bit is 1, (5, rows), and the squared error by row."""
+def sweep(weight: Tensor, target: Tensor, c: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """With the best mask for c: the sums of 1, W, W², D and WD over elements whose bit is 1, (5, rows), and the squared
+    error by row. Without c, all bits are 1."""
     sums, errors = torch.zeros(5, len(weight), dtype=torch.float64), torch.zeros(len(weight), dtype=torch.float64)
     for (rows, _), w, d in _blocks(weight, target):
-        rest, gap = _choice(w, d, c[rows])
-        bits = _bits(rest, gap).double()
-        sums[:, rows] += _sums(w, d, bits)
+        rest, gap = _choice(w, d, c[rows]) if c is not None else (d, torch.zeros_like(d))
+        bits = _bits(rest, gap).double() if c is not None else torch.ones_like(d)
+        some, dot = w * bits, torch.linalg.vecdot
+        sums[:, rows] += torch.stack([bits.sum(1), some.sum(1), dot(w, some), dot(d, bits), dot(d, some)])
         errors[rows] += rest.sub_(gap.mul_(bits)).square_().sum(1)
     return sums, errors
-
-
-def sums_over_all(weight: Tensor, target: Tensor) -> Tensor:
-    """The sums of 1, W, W², D and WD, (5, rows)."""
-    sums = torch.zeros(5, len(weight), dtype=torch.float64)
-    for (rows, _), w, d in _blocks(weight, target):
-        sums[:, rows] += _sums(w, d, torch.ones_like(w))
-    return sums
 
 
 def _blocks(weight: Tensor, target: Tensor) -> Iterator[tuple[Place, Tensor, Tensor]]:
@@ -153,11 +143,6 @@ def _choice(w: Tensor, d: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
 def _bits(rest: Tensor, gap: Tensor) -> Tensor:
     """Where |rest - gap| < |rest|."""
     return gap * (2 * rest - gap) > 0
-
-
-def _sums(w: Tensor, d: Tensor, bits: Tensor) -> Tensor:
-    some, dot = w * bits, torch.linalg.vecdot
-    return torch.stack([bits.sum(1), some.sum(1), dot(w, some), dot(d, bits), dot(d, some)])
 
 
 def balancing_flips(weight: Tensor, target: Tensor, k: Tensor, mask: Tensor) -> Tensor:

@@ -80,17 +80,14 @@ def _add(
     else:
         state = source.state_dict() if isinstance(source, nn.Module) else source
     state, outputs = _untied(state, net.anatomy, shown), _outputs(state, net.anatomy)
-    expected = dict(net.backbone.state_dict())
-    for part in net.anatomy.head_names() if outputs is not None else ():
-        if part in expected:
-            expected[part] = torch.empty((outputs or 0, *expected[part].shape[1:]), device="meta")
+    expected, head = dict(net.backbone.state_dict()), net.anatomy.head_names() if outputs is not None else []
+    for part in expected.keys() & set(head):
+        expected[part] = torch.empty((outputs or 0, *expected[part].shape[1:]), device="meta")
     check(state, expected, type(net.backbone).__name__, shown)
     if outputs is not None:
         _check_classes(classes, outputs, f"the head of {shown}, {net.anatomy.head!r},")
-    head: Any = "auto" if outputs is not None else None
-    task = net.add_task(
-        name, classes if classes is not None else outputs, "finetune", head=head, preprocessing=preprocessing
-    )
+    names, kind = classes if classes is not None else outputs, "auto" if outputs is not None else None
+    task = net.add_task(name, names, "finetune", head=kind, preprocessing=preprocessing)  # type: ignore[arg-type]
     with torch.no_grad():
         for part, tensor in task.owned.items():
             if part in state:
@@ -103,10 +100,10 @@ def _outputs(state: Mapping[str, Tensor], anatomy: Anatomy) -> int | None:
     if anatomy.head is None:
         return None
     name = f"{anatomy.head}.weight"
-    for weight in (state.get(name), anatomy.tensor(name) if name in anatomy.places else None):
-        if weight is not None and weight.dim():
-            return int(weight.shape[0])
-    raise BackboneError(f"the head {anatomy.head!r} has no weight that says how many classes there are")
+    weight = state.get(name, anatomy.tensors().get(name))
+    if weight is None or not weight.dim():
+        raise BackboneError(f"the head {anatomy.head!r} has no weight that says how many classes there are")
+    return len(weight)
 
 
 def _untied(state: Mapping[str, Tensor], anatomy: Anatomy, source: str) -> dict[str, Tensor]:

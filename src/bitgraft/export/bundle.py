@@ -21,7 +21,7 @@ from bitgraft.errors import ExportError
 from bitgraft.export.onnx_file import IMAGES, agree, convert, opened
 from bitgraft.export.plain import TRACED, Subject, program
 from bitgraft.network import Network
-from bitgraft.task import Task, dotless
+from bitgraft.task import Task, dotless, dotted
 from bitgraft.transforms.bits import pack, packed_size
 from bitgraft.transforms.masked import START, Masked, Weight
 
@@ -82,37 +82,24 @@ class Bundle(nn.Module):
         counts = [len(task.classes or ()) for task in tasks]
         self.register_buffer("classes", torch.tensor(counts))
         self.register_buffer("columns", torch.arange(max(counts)))
-        self.stacks = nn.ModuleDict()
-        self.names: list[str] = []
+        self.masks = nn.ModuleDict()
+        self.owned: list[str] = []
         for name in anatomy.places:
             base, transforms = anatomy.tensor(name).detach(), [task.transforms.get(name) for task in tasks]
             if any(transform is not None for transform in transforms):
-                self.stacks[dotless(name)] = _Masks(base, transforms)
+                self.masks[dotless(name)] = _Masks(base, transforms)
             elif not name.endswith(COUNTER) and any(name in task.owned for task in tasks):
                 tensors = [task.owned.get(name, base).detach() for task in tasks]
-                padded = pad_sequence(tensors, batch_first=True) if name in head else torch.stack(tensors)
-                self.stacks[dotless(name)] = _Choice(padded)
-            else:
-                continue
-            self.names.append(name)
+                stack = pad_sequence(tensors, batch_first=True) if name in head else torch.stack(tensors)
+                self.register_buffer(f"owned:{dotless(name)}", stack)
+                self.owned.append(name)
 
     def forward(self, images: Tensor, task: Tensor) -> Tensor:
-        tensors = {name: self.stacks[dotless(name)](task) for name in self.names}
+        tensors = {dotted(key): masks(task) for key, masks in self.masks.items()}
+        for name in self.owned:
+            tensors[name] = self.get_buffer(f"owned:{dotless(name)}").index_select(0, task).squeeze(0)
         scores = logits(functional_call(self.backbone, tensors, (images,)))
         return torch.where(self.columns < self.classes.index_select(0, task), scores, NOTHING)
-
-
-class _Choice(nn.Module):
-    """Tensors that tasks own."""
-
-    stack: Tensor
-
-    def __init__(self, stack: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("stack", stack)
-
-    def forward(self, task: Tensor) -> Tensor:
-        return self.stack.index_select(0, task).squeeze(0)
 
 
 class _Masks(nn.Module):
