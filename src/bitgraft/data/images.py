@@ -80,8 +80,14 @@ class Splits:
         if not len(self.train):
             raise DataError(f"{self.name}: there is no image to train on")
         for part, images in (("train", self.train), ("val", self.val), ("test", self.test)):
-            if images is not None:
-                _check_labels(f"{self.name}, {part}", images, len(self.classes), UNLABELLED if part == "test" else 0)
+            lowest, count = UNLABELLED if part == "test" else 0, len(self.classes)
+            labels = images.labels if images else ()
+            if outside := [i for i, label in enumerate(labels) if not lowest <= label < count]:
+                which = images.files[outside[0]] if images and images.files else f"image {outside[0]}"
+                raise DataError(
+                    f"{self.name}, {part}: {len(outside)} of {len(labels)} labels lie outside the {count} classes, "
+                    f"the first is {labels[outside[0]]} of {which}; labels go from 0 to {count - 1}"
+                )
 
     def hold_out(self, val_share: float, test_share: float, seed: int) -> "Splits":
         """With val and test taken from the training images by the seed, where they are missing."""
@@ -103,7 +109,7 @@ class Splits:
             (self.train, "training", "they cannot be learned"),
             (self.val, "validation", "validation says nothing about them"),
         ):
-            present = set(images.labels) if images else set(range(len(self.classes)))
+            present = set(images.labels if images else range(len(self.classes)))
             if missing := [name for label, name in enumerate(self.classes) if label not in present]:
                 count = f"{len(missing)} of {len(self.classes)} classes"
                 found.append(f"{count} have no {part} image, so {meaning}: {few(missing)}")
@@ -129,14 +135,3 @@ def _as_source(source: Any) -> Any:
     if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
         raise DataError(f"images are paths, an array, or something with a length and items, not a {type(source)}")
     return source
-
-
-def _check_labels(where: str, images: Images, classes: int, lowest: int) -> None:
-    outside = [i for i, label in enumerate(images.labels) if not lowest <= label < classes]
-    if outside:
-        first = outside[0]
-        which = images.files[first] if images.files is not None else f"image {first}"
-        raise DataError(
-            f"{where}: {len(outside)} of {len(images)} labels lie outside the {classes} classes, "
-            f"the first is {images.labels[first]} of {which}; labels go from 0 to {classes - 1}"
-        )

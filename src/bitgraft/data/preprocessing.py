@@ -53,10 +53,8 @@ class Preprocessing:
             )
         if not all(map(isfinite, (*self.mean, *self.std))) or min(self.std) <= 0:
             raise DataError(f"mean {self.mean} and std {self.std} must be finite, and std above 0")
-        if self.interpolation not in INTERPOLATIONS:
-            raise DataError(f"interpolation {self.interpolation!r} is not one of {', '.join(INTERPOLATIONS)}")
-        if self.crop not in ("center", "squash"):
-            raise DataError(f"crop {self.crop!r} is neither 'center' nor 'squash'")
+        _check_choice("interpolation", self.interpolation, INTERPOLATIONS)
+        _check_choice("crop", self.crop, ("center", "squash"))
 
     @classmethod
     def from_dict(cls, stated: Mapping[str, Any]) -> "Preprocessing":
@@ -113,12 +111,16 @@ class Augmentation:
     """random-resized: the smallest and largest aspect ratio, width / height."""
 
     def __post_init__(self) -> None:
-        if self.crop not in ("random", "random-resized", "none"):
-            raise DataError(f"crop {self.crop!r} is not one of 'random', 'random-resized', 'none'")
+        _check_choice("crop", self.crop, ("random", "random-resized", "none"))
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
             raise DataError(f"scale {self.scale}: two shares of the image's area, above 0 and at most 1, smaller first")
         if not 0 < self.ratio[0] <= self.ratio[1]:
             raise DataError(f"ratio {self.ratio}: two aspect ratios above 0, smaller first")
+
+
+def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise DataError(f"{name} {value!r} is not one of {', '.join(known)}")
 
 
 def evaluation_tensor(image: Picture, preprocessing: Preprocessing) -> Tensor:

@@ -36,33 +36,27 @@ def open_torchvision(name: str, *, root: Path, download: bool) -> Splits:
     make = _constructor(name)
     takes = inspect.signature(make).parameters
     options = {"root": str(root)} | ({"download": download} if "download" in takes else {})
-    val = test = None
+    wanted: tuple[list[dict[str, Any]], ...] = ([{}], [], [])
     if "split" in takes:
-        train, val, test = (
-            _first(name, make, options, wanted) for wanted in (("train", "trainval"), VALIDATION, ("test",))
+        wanted = tuple(
+            [{"split": split} for split in known] for known in (("train", "trainval"), VALIDATION, ("test",))
         )
-        if train is None:
-            raise DataError(f"torchvision:{name} has no split train or trainval: open it from Python instead")
     elif "train" in takes:
-        train, test = (_make(name, make, options | {"train": training}) for training in (True, False))
-    else:
-        train = _make(name, make, options)
-    opened = [None if part is None else read_dataset(part, f"torchvision:{name}") for part in (train, val, test)]
-    assert opened[0] is not None
-    return Splits(
-        name=name,
-        classes=_classes(train, 1 + max(max(images.labels) for images in opened if images is not None)),
-        train=opened[0],
-        val=opened[1],
-        test=opened[2],
-        flip=name.lower() not in UNFLIPPED,
-    )
+        wanted = ([{"train": True}], [], [{"train": False}])
+    train, *others = (_first(name, make, [options | choice for choice in choices]) for choices in wanted)
+    if train is None:
+        raise DataError(f"torchvision:{name} has no split train or trainval: open it from Python instead")
+    images = read_dataset(train, name)
+    val, test = (None if part is None else read_dataset(part, name) for part in others)
+    count = 1 + max(max(part.labels) for part in (images, val, test) if part is not None)
+    flip = name.lower() not in UNFLIPPED
+    return Splits(name=name, classes=_classes(train, count), train=images, val=val, test=test, flip=flip)
 
 
 def read_dataset(dataset: Any, name: str) -> Images:
     """Its files if it shows them, and its labels; where it shows its labels, only the first image is decoded."""
     if not len(dataset):
-        raise DataError(f"{name} is empty")
+        raise DataError(f"torchvision:{name} is empty")
     files = next(_shown(dataset, "samples", "_samples", "_image_files", "_images"), None)
     if files is not None and isinstance(files[0], tuple | list):  # pairs of a file and its label
         files = [pair[0] for pair in files]
@@ -80,7 +74,9 @@ def _labels(dataset: Any, name: str) -> list[int]:
     try:
         return list(map(index, labels))
     except TypeError as problem:
-        raise DataError(f"{name} gives {labels[0]!r} rather than a class: open it from Python instead") from problem
+        raise DataError(
+            f"torchvision:{name} gives {labels[0]!r} rather than a class: open it from Python instead"
+        ) from problem
 
 
 def _shown(dataset: Any, *names: str) -> Iterator[Any]:
@@ -100,31 +96,22 @@ def _constructor(name: str) -> Any:
     return make
 
 
-def _first(name: str, make: Any, options: dict[str, Any], wanted: Iterable[str]) -> Any:
-    """The first of these splits that the data set has; it refuses the others with a ValueError."""
-    for split in wanted:
+def _first(name: str, make: Any, choices: Iterable[dict[str, Any]]) -> Any:
+    """The first of these that the data set has; it refuses the others with a ValueError."""
+    for options in choices:
         try:
-            return _make(name, make, options | {"split": split})
-        except ValueError as problem:
-            if isinstance(problem, DataError):
-                raise
+            if options.get("download"):  # only if it is not there yet, since some refuse to download twice
+                with suppress(RuntimeError, OSError):
+                    return make(**options | {"download": False})
+            return make(**options)
+        except ValueError:
+            continue
+        except TypeError as problem:
+            raise DataError(f"torchvision:{name} needs more than a name: {problem}; open it from Python") from problem
+        except Exception as problem:  # not there, no network, a checksum, a missing package: torchvision says which
+            hint = "" if options.get("download", True) else "; download=True (--download) fetches it"
+            raise DataError(f"cannot open torchvision:{name} in {options['root']}: {problem}{hint}") from problem
     return None
-
-
-def _make(name: str, make: Any, options: dict[str, Any]) -> Any:
-    """The data set; downloaded only if it is not there yet, since some refuse to download twice."""
-    try:
-        if options.get("download"):
-            with suppress(RuntimeError, OSError):
-                return make(**options | {"download": False})
-        return make(**options)
-    except ValueError:
-        raise
-    except TypeError as problem:
-        raise DataError(f"torchvision:{name} needs more than a name: {problem}; open it from Python") from problem
-    except Exception as problem:  # not there, no network, a checksum, a missing package: torchvision says which
-        hint = "" if options.get("download", True) else "; download=True (--download) fetches it"
-        raise DataError(f"cannot open torchvision:{name} in {options['root']}: {problem}{hint}") from problem
 
 
 def _classes(dataset: Any, number: int) -> tuple[str, ...]:
