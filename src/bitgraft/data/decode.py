@@ -14,20 +14,19 @@ from bitgraft.errors import DataError
 
 Picture = Path | str | bytes | Image.Image | np.ndarray[Any, Any] | Tensor
 """A file, a file's bytes, a PIL image, or an array (H, W), (H, W, C) or (C, H, W)."""
-_CHANNELS = (1, 3, 4)
 
 
 class ArrayImages:
     """Images of one size in one uint8 tensor (N, H, W) or (N, H, W, C), which loader workers share."""
 
     def __init__(self, images: Tensor | NDArray[Any]) -> None:
-        self.pixels = _to_uint8(_channels_last(images))
+        self.pixels = torch.from_numpy(np.require(_to_uint8(_channels_last(images)), np.uint8, ["C", "W"]))
 
     def __len__(self) -> int:
         return len(self.pixels)
 
     def __getitem__(self, index: int) -> NDArray[np.uint8]:
-        return np.ascontiguousarray(self.pixels[index].numpy())
+        return self.pixels[index].numpy()
 
 
 def load(picture: Picture, *, name: str = "", channels: int = 3, at_least: int | None = None) -> Image.Image:
@@ -93,42 +92,33 @@ def _reason(problem: Exception) -> str:
     return " ".join(str(problem).split()) or type(problem).__name__
 
 
-def _channels_last(images: Tensor | NDArray[Any]) -> Tensor:
+def _channels_last(images: Tensor | NDArray[Any]) -> NDArray[Any]:
     """(N, H, W) or (N, H, W, C). Where both layouts fit, numpy means NHWC and torch NCHW."""
-    if isinstance(images, Tensor):
-        tensor = images.detach().cpu()
-    elif images.dtype == object:
+    array = images.detach().cpu().numpy() if isinstance(images, Tensor) else np.asarray(images)
+    if array.dtype == object:
         raise DataError("the images differ in size, so they are not one array: save them as files or pass a Dataset")
-    else:
-        tensor = torch.from_numpy(np.require(images, images.dtype.newbyteorder("="), ["C", "W"]))
-    if tensor.ndim == 3:
-        return tensor
-    if tensor.ndim == 4:
-        first, last = tensor.shape[1] in _CHANNELS, tensor.shape[3] in _CHANNELS
-        if first and (isinstance(images, Tensor) or not last):
-            tensor, last = tensor.permute(0, 2, 3, 1), True
-        if last:
-            return tensor[..., 0] if tensor.shape[3] == 1 else tensor
-    raise DataError(
-        f"an array of images has shape (N, H, W), (N, H, W, C) or (N, C, H, W) with 1, 3 or 4 channels, "
-        f"not {tuple(tensor.shape)}"
-    )
-
-
-def _to_uint8(images: Tensor) -> Tensor:
-    """uint8 as it is, the high byte of 16 bits (as files are read), floats from 0 to 1, True as white."""
-    if images.dtype == torch.uint8:
-        return images
-    if images.dtype == torch.uint16:
-        return (images.to(torch.int32) >> 8).to(torch.uint8)
-    if images.dtype == torch.bool:
-        return images.to(torch.uint8) * 255
-    if not images.is_floating_point():
-        raise DataError(f"images are uint8, uint16, bool or floats from 0 to 1, not {images.dtype}: convert them first")
-    low, high = images.aminmax() if images.numel() else (0.0, 1.0)
-    if not (low >= 0 and high <= 1):
+    first, last = (array.ndim == 4 and array.shape[place] in (1, 3, 4) for place in (1, -1))
+    if first and (isinstance(images, Tensor) or not last):
+        array = array.transpose(0, 2, 3, 1)
+    elif not last and array.ndim != 3:
         raise DataError(
-            f"images in floating point must lie between 0 and 1, but these go from {low:.4g} to {high:.4g}: "
-            "scale them, or convert them to uint8; images that are already normalized go to fit as a Dataset"
+            "an array of images has shape (N, H, W), (N, H, W, C) or (N, C, H, W) with 1, 3 or 4 channels, "
+            f"not {array.shape}"
         )
-    return (images * 255).round_().to(torch.uint8)
+    return array[..., 0] if array.ndim == 4 and array.shape[3] == 1 else array
+
+
+def _to_uint8(images: NDArray[Any]) -> NDArray[Any]:
+    """uint8 as it is, the high byte of 16 bits (as files are read), floats from 0 to 1, True as white."""
+    if images.dtype.kind == "f":
+        low, high = images.min(initial=0), images.max(initial=0)
+        if not (low >= 0 and high <= 1):
+            raise DataError(
+                f"images in floating point must lie between 0 and 1, but these go from {low:.4g} to {high:.4g}: "
+                "scale them, or convert them to uint8; images that are already normalized go to fit as a Dataset"
+            )
+        return (images * 255).round()
+    kind = images.dtype.str[1:]  # without the byte order
+    if kind not in ("u1", "u2", "b1"):
+        raise DataError(f"images are uint8, uint16, bool or floats from 0 to 1, not {images.dtype}: convert them first")
+    return images >> 8 if kind == "u2" else images * np.uint8(255) if kind == "b1" else images

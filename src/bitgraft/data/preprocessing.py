@@ -43,7 +43,7 @@ class Preprocessing:
             object.__setattr__(self, "resize", min(self.size))
         if len(self.size) != 2 or min(self.size) < 1 or self.resize < min(self.size):
             raise DataError(
-                f"size {self.size} with resize {self.resize}: size is height and width, at least 1 each, and resize is "
+                f"size {self.size} with resize {self.resize}: size is height and width, at least 1 each, and resize "
                 "at least the smaller of them"
             )
         if self.channels not in _IMAGENET or not len(self.mean) == len(self.std) == self.channels:
