@@ -106,8 +106,8 @@ class Splits:
         """What will train, but not as well as it might."""
         found = []
         for images, part, meaning in (
-            (self.train, "training", "they cannot be learned"),
-            (self.val, "validation", "validation says nothing about them"),
+            (self.train, "training", "it cannot be learned"),
+            (self.val, "validation", "validation says nothing about it"),
         ):
             present = set(images.labels if images else range(len(self.classes)))
             if missing := [name for label, name in enumerate(self.classes) if label not in present]:
