@@ -22,9 +22,9 @@ import torch
 
 from benchmarks.gathering import add, conclude, ensure, so_far, spread, suite_at
 from bitgraft import Network
-from bitgraft.data.chance import draws
 from bitgraft.data.dataset import ImageDataset
 from bitgraft.data.images import Images, Splits
+from bitgraft.data.seeded import seeded_uniform
 from bitgraft.data.splits import open_data
 from bitgraft.paper.bench.record import store_folder
 from bitgraft.paper.bench.suite import Cell, Suite
@@ -57,7 +57,7 @@ def earlier_store(suite: Suite, earlier: Sequence[str], root: Path, runs: Path) 
 
 def few(images: Images, shots: int, seed: int) -> Images:
     """So many images of each class (or all that there are), chosen by the seed."""
-    order = draws(seed, STREAM, range(len(images)), 1)[:, 0].argsort(kind="stable")
+    order = seeded_uniform(seed, STREAM, range(len(images)), 1)[:, 0].argsort(kind="stable")
     taken: dict[int, list[int]] = {}
     for position in order.tolist():
         group = taken.setdefault(images.labels[position], [])

@@ -18,7 +18,7 @@ from torch import nn
 
 from bitgraft import Network
 from bitgraft.export import onnx_file, plain
-from bitgraft.export.subject import Subject
+from bitgraft.export.plain import Subject
 from bitgraft.transforms.masked import Masked
 
 NETWORKS = ("resnet50", "densenet121", "efficientnet_lite0", "convnext_tiny", "vit_small_patch16_224")

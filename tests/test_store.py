@@ -2,6 +2,7 @@
 
 import json
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,3 +117,29 @@ def test_tasks_are_files_and_load_with_those_that_they_build_on(tmp_path, net):
     assert set(fresh.tasks) == {"a", "b"}
     with pytest.raises(UnknownTaskError, match="has no task 'c'; it has a, b"):
         store.archive("c")
+
+
+@pytest.mark.parametrize("stated", ["absolute", "relative"])
+def test_a_store_that_holds_its_weights_can_be_moved(tmp_path, monkeypatch, net, stated):
+    monkeypatch.chdir(tmp_path)
+    weights = Path("old", "weights", "backbone.safetensors")
+    weights.parent.mkdir(parents=True)
+    net.save_backbone(weights)
+    Store.create("old", Backbone("wrn-10-1", str(weights if stated == "relative" else weights.absolute())), net)
+    assert Store("old").backbone == Backbone("wrn-10-1", str(weights))
+    (tmp_path / "elsewhere").mkdir()
+    Path("old").rename("elsewhere/new")
+    monkeypatch.chdir("elsewhere")
+    moved = Store("new")
+    assert moved.backbone.weights == str(tmp_path / "elsewhere/new/weights/backbone.safetensors")
+    assert moved.network().fingerprint == net.fingerprint
+
+
+def test_weights_outside_the_folder_stay_where_they_are_when_a_store_is_moved(tmp_path, monkeypatch, net):
+    monkeypatch.chdir(tmp_path)
+    net.save_backbone("w.safetensors")
+    Store.create("old", Backbone("wrn-10-1", "w.safetensors"), net)
+    (tmp_path / "elsewhere").mkdir()
+    Path("old").rename("elsewhere/new")
+    monkeypatch.chdir("elsewhere")
+    assert Store("new").network().fingerprint == net.fingerprint

@@ -1,11 +1,11 @@
-"""A folder of tasks on disk: one backbone (name, weights, fingerprint) and a file for each task.
+"""A folder of tasks on disk: one backbone (name, weights, fingerprint) and one file per task.
 
     my-store/
       store.json              which backbone, its fingerprint and size
       flowers.safetensors     a task
-      runs/flowers/           what training it left: metrics, and a checkpoint while it runs
+      runs/flowers/           metrics of its training, and a checkpoint while that runs
 
-Whoever has the backbone can move the task files elsewhere: each is whole in itself.
+Task files are self-contained: copy them to any store of the same backbone.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +30,23 @@ from bitgraft.task import Task, check_name
 
 SUFFIX = ".safetensors"
 FORMAT = 1
-ABOUT = "store.json"
+RECORD = "store.json"
 
 
 @dataclass(frozen=True)
 class Backbone:
-    """How a store's backbone is built, as `bitgraft.backbone.loading` takes it."""
+    """How a store's backbone is built: the arguments of `load_backbone`."""
 
     name: str
     weights: str | None = None
     pretrained: bool = True
 
     def __post_init__(self) -> None:
-        if self.weights is not None and not self.weights.startswith(PACKAGE):  # to be found from any folder
+        if self.weights is not None and not self.weights.startswith(PACKAGE):  # found from any folder
             object.__setattr__(self, "weights", os.path.abspath(self.weights))
 
     def build(self) -> nn.Module:
-        """The network in evaluation mode. One with random weights has the same ones each time."""
+        """The network in evaluation mode. Random weights are the same each time."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return load_backbone(self.name, weights=self.weights, pretrained=self.pretrained).eval()
@@ -68,17 +68,18 @@ class Size:
 
 
 class Store:
-    """TrainData by its folder. Every write is of one whole file, so that commands running side by side cannot clash."""
+    """A folder that exists. Every write is of one whole file, so commands that run side by side cannot clash."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         try:
-            about = json.loads((self.folder / ABOUT).read_text())
-            if about["format"] != FORMAT:
-                raise StoreError(f"{folder} is a store of format {about['format']}: this bitgraft knows {FORMAT}")
-            self.backbone = Backbone(**_resolved(about["backbone"], self.folder))
-            self.fingerprint = str(about["fingerprint"])
-            self.size = Size(**about["size"])
+            record = json.loads((self.folder / RECORD).read_text())
+            if record["format"] != FORMAT:
+                raise StoreError(f"{folder} is a store of format {record['format']}: this bitgraft knows {FORMAT}")
+            backbone = Backbone(**record["backbone"])
+            self.backbone = replace(backbone, weights=_find(record["backbone"].get("weights"), self.folder))
+            self.fingerprint = str(record["fingerprint"])
+            self.size = Size(**record["size"])
         except (FileNotFoundError, NotADirectoryError):
             raise StoreError(
                 f"there is no store at {folder}: `bitgraft train DATA --task NAME --backbone NAME --store {folder}` "
@@ -88,30 +89,36 @@ class Store:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as cause:
             raise StoreError(
-                f"{self.folder / ABOUT} is damaged ({type(cause).__name__}: {cause}): restore it, or begin another "
+                f"{self.folder / RECORD} is damaged ({type(cause).__name__}: {cause}): restore it, or create another "
                 "store and move the task files there"
             ) from cause
 
     @staticmethod
     def exists(folder: str | Path) -> bool:
-        return (Path(folder) / ABOUT).exists()
+        return (Path(folder) / RECORD).exists()
 
     @classmethod
     def create(cls, folder: str | Path, backbone: Backbone, net: Network) -> "Store":
-        """Begin a store, or open the one that is there if it has the same backbone."""
+        """Create a store, or open the one that is there if it has the same backbone.
+
+        Weights that lie within the folder are recorded relative to it, so that the folder can be moved.
+        """
         path = Path(folder)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as cause:
             raise StoreError(f"cannot make a store at {folder}: {cause.strerror}") from cause
         if not cls.exists(path):
-            about = {
+            stated, base = asdict(backbone), os.path.abspath(path)
+            if backbone.weights is not None and Path(backbone.weights).is_relative_to(base):
+                stated["weights"] = Path(backbone.weights).relative_to(base).as_posix()
+            record = {
                 "format": FORMAT,
-                "backbone": _relative(asdict(backbone), path),
+                "backbone": stated,
                 "fingerprint": net.fingerprint,
                 "size": asdict(Size.of(net)),
             }
-            _write_first(path / ABOUT, (json.dumps(about, indent=2) + "\n").encode())
+            _write_once(path / RECORD, (json.dumps(record, indent=2) + "\n").encode())
         store = cls(path)
         if store.fingerprint != net.fingerprint:
             raise StoreError(
@@ -122,7 +129,7 @@ class Store:
         return store
 
     def network(self, **options: Any) -> Network:
-        """The backbone, without any of the tasks; options are those of `Network`."""
+        """The backbone without tasks; options are those of `Network`."""
         net = Network(self.backbone.build(), **options)
         if net.fingerprint != self.fingerprint:
             raise StoreError(
@@ -152,7 +159,7 @@ class Store:
         return read_archive(self.file(task))
 
     def load(self, net: Network, task: str, *, above: tuple[str, ...] = ()) -> Task:
-        """Add a task, and first those that it builds on; `above` are those that wait for this one."""
+        """Add a task to the network, and before it the tasks that it builds on; `above` are those waiting for it."""
         waiting, there = (*above, task), self.names()
         for earlier in self.archive(task).metadata.depends_on:
             if earlier not in net.tasks and earlier not in waiting and earlier in there:
@@ -160,58 +167,37 @@ class Store:
         return net.load_task(self.path(task), name=task)
 
     def check_replaceable(self, task: str) -> None:
-        """Refuse to write over a task that others lean on."""
-        if not self.path(task).exists():
-            return
+        """Refuse to overwrite a task that others build on."""
         try:
-            held = content(self.archive(task))
-        except ArchiveError:  # what is broken carries nobody
+            digest = content(self.archive(task))
+        except (UnknownTaskError, ArchiveError):  # there is none, or a broken one, on which no task can build
             return
-        if leaning := [name for name in self.names() if name != task and held in self._leant_on(name)]:
-            raise StoreError(
-                f"task {task!r} cannot be replaced: {', '.join(map(repr, leaning))} would not run without it; choose "
-                "another name"
-            )
-
-    def _leant_on(self, task: str) -> list[str]:
-        try:
-            return list(self.archive(task).metadata.depends_on.values())
-        except ArchiveError:
-            return []
+        for name in self.names():
+            with contextlib.suppress(ArchiveError):
+                if name != task and digest in self.archive(name).metadata.depends_on.values():
+                    raise StoreError(
+                        f"task {task!r} cannot be replaced: {name!r} would not run without it; choose another name"
+                    )
 
     def sizes(self) -> Iterator[tuple[str, int]]:
-        """Each task with the bytes that its file takes."""
+        """Each task with the size of its file in bytes."""
         return ((name, os.path.getsize(self.path(name))) for name in self.names())
 
 
-def _relative(backbone: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A backbone's record; weights within the store's folder move along with it."""
-    weights = Path(backbone["weights"] or "")
-    inside = weights.is_relative_to(os.path.abspath(folder))
-    return {**backbone, "weights": weights.relative_to(os.path.abspath(folder)).as_posix()} if inside else backbone
+def _find(weights: str | None, folder: Path) -> str | None:
+    """The weights in the store's folder if they are there, else as they are stated."""
+    return str(folder / weights) if weights is not None and (folder / weights).exists() else weights
 
 
-def _resolved(record: dict[str, Any], folder: Path) -> dict[str, Any]:
-    weights = record.get("weights")
-    if weights is None or weights.startswith(PACKAGE):
-        return record
-    return {**record, "weights": str(folder / weights)}  # an absolute path stays as it is
-
-
-def _write_first(path: Path, data: bytes) -> None:
-    """Write a file unless somebody else has done so meanwhile: the first one stays, and it is whole."""
+def _write_once(path: Path, data: bytes) -> None:
+    """Write a file unless another process has done so meanwhile: the first one stays, and is never seen in part."""
     part = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
-        try:
-            write_atomically(part, data)
-        except ArchiveError as cause:
-            raise StoreError(str(cause).replace(part.name, path.name)) from cause
-        with contextlib.suppress(FileExistsError):
-            try:
-                os.link(part, path)
-            except (OSError, NotImplementedError) as cause:
-                if isinstance(cause, FileExistsError):
-                    raise
-                os.replace(part, path)  # a file system without links
+        write_atomically(part, data)
+        os.link(part, path)
+    except FileExistsError:
+        pass
+    except (OSError, NotImplementedError):  # a file system without links
+        os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -314,7 +314,7 @@ def test_an_unreadable_image_is_named_or_skipped(run, tmp_path, workers):
     assert stored(tmp_path) == ["store.json"]
     code, out, err = run("train", "photos", *RUN, "--workers", workers, "--skip-bad-images")
     assert (code, err) == (0, "")
-    assert "skipped 1 files that cannot be read:\n  photos/train/red/3.png: it is no image that PIL knows" in out
+    assert "skipped 1 files that cannot be read:\n  photos/train/red/3.png: it is not an image that PIL knows" in out
 
 
 def allowed(tmp_path, run, most):

@@ -15,9 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from bitgraft import BackboneError, Network, TaskError, compress
-from bitgraft.compression import balance
 from bitgraft.compression import nearest as closed
-from bitgraft.compression.balance import unbalanced
 from bitgraft.compression.compress import scores_of
 from bitgraft.compression.distil import CALIBRATION, Unlabelled, softened
 from bitgraft.errors import ClassesError, WrongBackboneError
@@ -78,7 +76,7 @@ def test_k_for_a_mask_is_the_least_squares_solution(pairs, fixed, rng):
     mask = torch.tensor([[rng.random() < 0.5 for _ in pairs]])
     w, d = weight.double(), (target.double() - weight.double())
     under = torch.stack([(mask * part).sum(1) for part in (torch.ones_like(w), w, w * w, d, w * d)])
-    k = closed.solve(closed.sums_over_all(weight, target), under, fixed)[0].numpy() + np.array(START)
+    k = closed.solve(closed.sweep(weight, target)[0], under, fixed)[0].numpy() + np.array(START)
     flat, wanted, bits = w[0].numpy(), target.double()[0].numpy(), mask[0].double().numpy()
     reached = np.square(wanted - columns(flat, bits) @ k).sum()
     assert reached <= slow_error(flat, wanted, bits, fixed) + 1e-9 * (1 + np.square(wanted).sum())
@@ -89,8 +87,8 @@ def test_k_for_a_mask_is_the_least_squares_solution(pairs, fixed, rng):
 @some
 def test_turns_never_go_up(pairs, fixed, start):
     weight, target = rows(pairs)
-    totals = closed.sums_over_all(weight, target)
-    sums, _ = closed.sweep(weight, target, closed.beginnings(totals)[start])
+    totals, _ = closed.sweep(weight, target)
+    sums, _ = closed.sweep(weight, target, closed.starts(totals)[start])
     errors = []
     for _ in range(6):
         c = closed.solve(totals, sums, fixed)
@@ -198,7 +196,7 @@ def slow_turns(rest: list[float], step: list[float]) -> set[int]:
 def test_turned_bits_cancel_errors_as_the_slow_way_does(pairs, fixed):
     weight, target = rows(pairs)
     found = closed.nearest(weight, target, fixed)
-    turned = unbalanced(weight, target, found.k, found.mask)
+    turned = closed.balancing_flips(weight, target, found.k, found.mask)
     k, w = found.k.double(), weight.double()
     gap = k[3] * w + k[2]
     rest = target.double() - (k[0] * w + k[1] + gap * found.mask)
@@ -220,7 +218,7 @@ def test_few_turns_cancel_the_errors_of_wide_filters(monkeypatch):
     target = weight + 0.1 * torch.randn(20, 600, generator=rng) + 0.01 * torch.randn(20, 1, generator=rng)
     found = closed.nearest(weight.view(1, -1), target.view(1, -1), FREE)
     mask = found.mask.view(20, 600)
-    turned = unbalanced(weight, target, found.k, mask)
+    turned = closed.balancing_flips(weight, target, found.k, mask)
     k = found.k.double()
     before, after = (
         target.double() - (k[0] * weight + k[1] + (k[2] + k[3] * weight) * bits) for bits in (mask, mask ^ turned)
@@ -228,8 +226,8 @@ def test_few_turns_cancel_the_errors_of_wide_filters(monkeypatch):
     assert after.sum(1).abs().max() < 0.1 < before.sum(1).abs().mean()
     assert turned.float().mean() < 0.06
     assert after.square().sum() < 1.05 * before.square().sum()
-    monkeypatch.setattr(balance, "BLOCK", 700)
-    assert torch.equal(unbalanced(weight, target, found.k, mask), turned)
+    monkeypatch.setattr(closed, "ROWS_BLOCK", 700)
+    assert torch.equal(closed.balancing_flips(weight, target, found.k, mask), turned)
 
 
 # Copies

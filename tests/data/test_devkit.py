@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bitgraft.data.devkit import FLIPS, default_flip, distinct, domains, submission
+from bitgraft.data.devkit import domains, submission
 from bitgraft.data.splits import open_data
 from bitgraft.errors import DataError
 
@@ -80,11 +80,10 @@ def test_a_domain_without_test(tmp_path):
     assert open_data(f"{tmp_path}:gtsrb").test is None
 
 
-def test_flips_are_the_papers():
-    assert len(FLIPS) == 10
-    assert [domain for domain in FLIPS if not default_flip(domain)] == ["dtd", "gtsrb", "omniglot", "svhn"]
-    assert default_flip("my-own")
-    assert not default_flip("SVHN")
+@pytest.mark.parametrize(("domain", "flip"), [("dtd", False), ("SVHN", False), ("vgg-flowers", True), ("my-own", True)])
+def test_flips_are_the_papers(tmp_path, domain, flip):
+    devkit(tmp_path, domain, parts=("train", "val"), counts=(3, 3))
+    assert open_data(f"{tmp_path}:{domain}").flip == flip
 
 
 def test_a_devkit_wants_a_domain(tmp_path):
@@ -134,8 +133,3 @@ def test_annotations_that_do_not_fit_together(tmp_path):
     write(tmp_path, "gtsrb", "train", whole | {"categories": [*CATEGORIES, {"id": 1, "name": "more"}]})
     with pytest.raises(DataError, match="val annotations of gtsrb list other categories"):
         open_data(f"{tmp_path}:gtsrb")
-
-
-def test_names_are_made_distinct():
-    assert distinct(["a", "b"]) == ("a", "b")
-    assert distinct(["a", "b", "a"]) == ("a (0)", "b", "a (2)")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bitgraft.data.folders import open_folder, read_folder, read_known
+from bitgraft.data.folders import read_folder, read_known
 from bitgraft.data.splits import open_data
 from bitgraft.errors import DataError
 
@@ -17,7 +17,7 @@ def make(folder, *names):
 
 
 def opened(root, val_share=0.0, test_share=0.0, seed=0):
-    return open_folder(root, val_share=val_share, test_share=test_share, seed=seed)
+    return open_data(root, val_share=val_share, test_share=test_share, seed=seed)
 
 
 def names(images):

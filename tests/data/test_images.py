@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from bitgraft.data.images import Images, Splits
+from bitgraft.data.decode import ArrayImages
+from bitgraft.data.images import Images, Splits, distinct
 from bitgraft.data.splits import from_arrays
-from bitgraft.data.stacks import Stack
 from bitgraft.errors import DataError
 
 RNG = np.random.default_rng(0)
@@ -24,26 +24,27 @@ COLOUR = RNG.integers(0, 256, (6, 10, 8, 3), dtype=np.uint8)
         torch.from_numpy(COLOUR).double() / 255,
         COLOUR.astype(np.uint16) << 8,
         (COLOUR.astype(np.uint16) << 8).astype(">u2"),
+        np.flip(np.flip(COLOUR, 1).copy(), 1),
     ],
-    ids=["NHWC", "NCHW", "torch NHWC", "torch NCHW", "float", "double", "16 bit", "big-endian"],
+    ids=["NHWC", "NCHW", "torch NHWC", "torch NCHW", "float", "double", "16 bit", "big-endian", "negative strides"],
 )
-def test_a_stack_is_the_same_whichever_way_it_came(same):
-    stack = Stack(same)
-    assert len(stack) == 6
-    assert all((stack[i] == COLOUR[i]).all() for i in range(6))
+def test_arrays_of_images_are_the_same_whichever_way_they_came(same):
+    images = ArrayImages(same)
+    assert len(images) == 6
+    assert all((images[i] == COLOUR[i]).all() for i in range(6))
 
 
-def test_a_stack_of_grey_images():
+def test_arrays_of_grey_images():
     grey = COLOUR[..., 0]
     for same in (grey, grey[..., None], grey[:, None], torch.from_numpy(grey)[:, None]):
-        assert (Stack(same)[2] == grey[2]).all()
-    assert set(np.unique(Stack(grey > 100)[0])) == {0, 255}
+        assert (ArrayImages(same)[2] == grey[2]).all()
+    assert set(np.unique(ArrayImages(grey > 100)[0])) == {0, 255}
 
 
 def test_where_both_layouts_fit_numpy_is_NHWC_and_torch_NCHW():  # noqa: N802
     both = RNG.integers(0, 256, (2, 3, 5, 3), dtype=np.uint8)
-    assert Stack(both)[0].shape == (3, 5, 3)
-    assert Stack(torch.from_numpy(both))[0].shape == (5, 3, 3)
+    assert ArrayImages(both)[0].shape == (3, 5, 3)
+    assert ArrayImages(torch.from_numpy(both))[0].shape == (5, 3, 3)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_where_both_layouts_fit_numpy_is_NHWC_and_torch_NCHW():  # noqa: N802
 )
 def test_arrays_that_are_no_images_are_refused(images, message):
     with pytest.raises(DataError, match=message):
-        Stack(images)
+        ArrayImages(images)
 
 
 def test_images_are_picked_without_a_copy():
@@ -133,3 +134,8 @@ def test_labels_may_be_names():
 def test_arrays_with_labels_that_do_not_fit_are_refused(labels, classes):
     with pytest.raises(DataError, match="labels"):
         from_arrays(COLOUR, labels, classes)
+
+
+def test_names_are_made_distinct():
+    assert distinct(["a", "b"]) == ("a", "b")
+    assert distinct(["a", "b", "a"]) == ("a (0)", "b", "a (2)")

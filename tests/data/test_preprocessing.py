@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision.transforms import v2
 
-from bitgraft.data.chance import draws
 from bitgraft.data.preprocessing import (
     Augmentation,
     Preprocessing,
     evaluation_tensor,
-    framed,
-    normalise,
+    normalize,
     random_box,
+    resize_to_frame,
 )
+from bitgraft.data.seeded import seeded_uniform
 from bitgraft.errors import DataError
 from bitgraft.runtime.heads import stated_preprocessing
 
@@ -86,7 +86,7 @@ def picture(wide, high):
 
 @pytest.mark.parametrize("wide_high", [(100, 80), (80, 100), (77, 233), (30, 41), (72, 72), (64, 500)])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_evaluation_is_torchvisions_resize_crop_and_normalise(wide_high, interpolation):
+def test_evaluation_is_torchvisions_resize_crop_and_normalize(wide_high, interpolation):
     made = Preprocessing((64, 64), interpolation=interpolation, resize=72)
     reference = v2.Compose(
         [
@@ -116,8 +116,8 @@ def test_a_constant_image_becomes_a_constant():
 def test_squash_keeps_what_center_cuts_off():
     image = np.zeros((20, 60, 3), np.uint8)
     image[:, :10] = image[:, -10:] = 255
-    assert framed(image, Preprocessing((20, 20))).max() == 0
-    squashed = framed(image, Preprocessing((20, 20), crop="squash"))
+    assert resize_to_frame(image, Preprocessing((20, 20))).max() == 0
+    squashed = resize_to_frame(image, Preprocessing((20, 20), crop="squash"))
     assert squashed[0, 10, 0] == squashed[0, 10, -1] == 255
 
 
@@ -130,7 +130,7 @@ def test_any_image_fills_any_frame(wide, high, height, width, margin):
 
 def test_a_thread_of_an_image_costs_no_more_than_another():
     """As wide as high after resizing: the 60000 x 1 image is never blown up to 72 x 4320000."""
-    assert framed(np.zeros((1, 60000), np.uint8), Preprocessing((64, 64), resize=72)).shape == (3, 72, 72)
+    assert resize_to_frame(np.zeros((1, 60000), np.uint8), Preprocessing((64, 64), resize=72)).shape == (3, 72, 72)
 
 
 def test_one_channel():
@@ -142,22 +142,22 @@ def test_normalising_a_batch_is_normalising_each():
     made = Preprocessing((9, 7))
     batch = torch.randint(0, 256, (5, 3, 9, 7), dtype=torch.uint8)
     kept = batch.clone()
-    together = normalise(batch, made)
-    assert all(torch.equal(together[i], normalise(batch[i], made)) for i in range(5))
+    together = normalize(batch, made)
+    assert all(torch.equal(together[i], normalize(batch[i], made)) for i in range(5))
     assert torch.equal(batch, kept)
 
 
 @settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 2**30))
 def test_random_boxes_lie_inside(wide, high, seed):
-    left, top, right, bottom = random_box(wide, high, Augmentation(), draws(seed, 0, [0], 40)[0].tolist())
+    left, top, right, bottom = random_box(wide, high, Augmentation(), seeded_uniform(seed, 0, [0], 40)[0].tolist())
     assert 0 <= left < right <= wide
     assert 0 <= top < bottom <= high
 
 
 def test_random_boxes_have_the_areas_asked_for():
     augmentation = Augmentation(scale=(0.25, 0.5), ratio=(0.8, 1.25))
-    for rolls in draws(0, 0, range(200), 40):
+    for rolls in seeded_uniform(0, 0, range(200), 40):
         left, top, right, bottom = random_box(400, 300, augmentation, rolls.tolist())
         assert 0.24 < (right - left) * (bottom - top) / 120000 < 0.51
         assert 0.78 < (right - left) / (bottom - top) < 1.28

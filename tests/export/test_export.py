@@ -21,7 +21,7 @@ from torch import nn
 from bitgraft import Network, __version__
 from bitgraft.errors import ExportError
 from bitgraft.export import bundle, onnx_file, plain
-from bitgraft.export.subject import Subject
+from bitgraft.export.plain import Subject
 from bitgraft.store import Backbone, Store
 from bitgraft.transforms.bits import pack
 
@@ -90,7 +90,7 @@ def test_every_form_opens_without_bitgraft_and_gives_the_tasks_scores(environmen
         torch.manual_seed(0)
         net = taught(timm.create_model(name, **options).eval(), 3, 32, 32)
         subject = Subject(net, "t")
-        data = plain.weights_bytes(plain.weights(subject), subject.about())
+        data = plain.weights_bytes(plain.weights(subject), subject.header())
         (tmp_path / f"{family}.safetensors").write_bytes(data)
         (tmp_path / f"{family}.pt2").write_bytes(plain.program_bytes(subject))
         (tmp_path / f"{family}.onnx").write_bytes(onnx_file.onnx_bytes(subject))
@@ -117,7 +117,7 @@ def test_what_files_say_of_themselves():
     assert [dim.dim_param or dim.dim_value for dim in model.graph.output[0].type.tensor_type.shape.dim] == ["batch", 3]
     assert not any(node.metadata_props or node.doc_string for node in model.graph.node)  # paths on this machine
     onnx.checker.check_model(model, full_check=True)
-    files = dict.fromkeys(subject.about(), "")
+    files = dict.fromkeys(subject.header(), "")
     torch.export.load(io.BytesIO(plain.program_bytes(subject)), extra_files=files)
     assert files == said
 
@@ -134,7 +134,7 @@ def test_a_program_of_other_scores_is_refused(monkeypatch):
     subject = Subject(taught(tiny()), "t")
     answer = Subject.answer
     monkeypatch.setattr(Subject, "answer", lambda self, x: torch.nextafter(answer(self, x), torch.tensor(torch.inf)))
-    with pytest.raises(ExportError, match="gives other scores than the task on a batch of 1, so no file was written"):
+    with pytest.raises(ExportError, match="other scores than the task 't' on a batch of 1, so no file was written"):
         plain.program_bytes(subject)
 
 

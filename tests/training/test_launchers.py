@@ -62,6 +62,6 @@ def test_a_fault_in_one_process_ends_all_with_its_sentence(place):
     (place / "photos/train/red/3.png").write_bytes(b"not an image")
     with run(TORCHRUN, place) as group:
         assert group.ended() != 0
-    assert "cannot read photos/train/red/3.png: it is no image that PIL knows" in group.err
+    assert "cannot read photos/train/red/3.png: it is not an image that PIL knows" in group.err
     assert "gloo" not in group.err
     assert not (place / "bitgraft-store/runs").exists()

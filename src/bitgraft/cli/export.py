@@ -95,7 +95,7 @@ def _written(
 ) -> tuple[bytes, Any]:
     """The file's bytes, and what to type to load it."""
     from bitgraft.export import bundle, onnx_file, plain
-    from bitgraft.export.subject import Subject
+    from bitgraft.export.plain import Subject
 
     subject = Subject(net, names[0])
     if bundled:
@@ -109,7 +109,7 @@ def _written(
         return plain.program_bytes(subject), _indented("import torch", load, "logits = model(images)")
     state, classes = plain.weights(subject), len(subject.metadata.classes or ())
     pickled = path.suffix in (".pt", ".pth", ".bin")
-    return plain.weights_bytes(state, subject.about(), pickled=pickled), _weights(store, net, state, path, classes)
+    return plain.weights_bytes(state, subject.header(), pickled=pickled), _weights(store, net, state, path, classes)
 
 
 def _runtime(path: Path, feed: str) -> str:

@@ -1,6 +1,6 @@
-"""Calibration: what a task can learn, it learns from the scores that the fine-tuned copy gives, without labels."""
+"""Calibration: a task learns to give the scores of the fine-tuned copy, without labels."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ CALIBRATION = Config(
     warmup=0.5,
     statistics="kept",
 )
-"""Everything is near its goal already: small rates, and norm layers that keep the copy's statistics."""
+"""Everything is near its goal already: small rates, and norm layers keep the copy's statistics."""
 TEMPERATURE = 2.0
 
 
@@ -40,25 +40,21 @@ def calibrate(
     masks: bool = False,
     callbacks: Sequence[Callback] = (),
     workers: int = 0,
-    stop: Callable[[], bool] = lambda: False,
 ) -> list[dict[str, Any]]:
-    """Train a task to give another's scores: its k, norm layers and the like; with `masks` R, too; never its head."""
-    task = net.tasks[name]
-    learned = list(task.roles())
+    """Train a task to give another's scores: its k, norm layers and the like; R only with `masks`; never its head."""
+    learned = list(net.tasks[name].roles())
     for role, parameter in learned:
         parameter.requires_grad_(role != "head" and (masks or role != "scores"))
     try:
-        loss = soft_targets(net, teacher)
-        return fit(
-            net, name, Unlabelled(images), config=config, loss=loss, callbacks=callbacks, workers=workers, stop=stop
-        ).history
+        data, loss = Unlabelled(images), soft_targets(net, teacher)
+        return fit(net, name, data, config=config, loss=loss, callbacks=callbacks, workers=workers).history
     finally:
         for _, parameter in learned:
             parameter.requires_grad_(True)
 
 
 class Unlabelled(Dataset[tuple[Tensor, Tensor]]):
-    """Images whose targets are the images themselves: the loss asks the teacher what it makes of them."""
+    """Images as their own targets: the loss asks the teacher for its scores."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -67,12 +63,8 @@ class Unlabelled(Dataset[tuple[Tensor, Tensor]]):
         return len(self.data)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        several = getattr(self.data, "__getitems__", None)
-        items = several(indices) if several is not None else [self.data[index] for index in indices]
-        return [(item[0], item[0]) for item in items]
+        image = self.data[index][0]
+        return image, image
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.data, "set_epoch"):
@@ -80,16 +72,14 @@ class Unlabelled(Dataset[tuple[Tensor, Tensor]]):
 
 
 def soft_targets(net: Network, teacher: str, temperature: float = TEMPERATURE) -> Loss:
-    """How far a task's answers are from the teacher's: by Kullback and Leibler, softened, or squared for features."""
+    """The distance to the teacher's answers: KL divergence of softened scores, or squared error for features."""
     classes = net.tasks[teacher].eval().classes
 
     def loss(output: Any, images: Tensor) -> Tensor:
         with torch.no_grad():
             wanted = logits(net(to_device(images, images.device), task=teacher)).float()
         given = logits(output).float()
-        if classes is None:
-            return F.mse_loss(given, wanted)
-        return softened(given, wanted, temperature)
+        return F.mse_loss(given, wanted) if classes is None else softened(given, wanted, temperature)
 
     return loss
 

@@ -1,1 +1,4 @@
-"""Labelled images: where they come from, how they are split, and how one becomes a tensor."""
+"""Labelled images: finding them, splitting them into train, val and test, and turning them into tensors.
+
+May import: runtime, format, methods, task, backbone, transforms, errors (today errors alone).
+"""

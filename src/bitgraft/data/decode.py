@@ -1,78 +1,62 @@
-"""From a file, a PIL image or an array to an upright 8-bit image in colour or grey, the one way there is."""
+"""Decoding: a file, its bytes, a PIL image or an array becomes an upright 8-bit image, RGB or grey."""
 
 import io
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from bitgraft.data.images import Images
-from bitgraft.data.stacks import Stack
 from bitgraft.errors import DataError
 
 Picture = Path | str | bytes | Image.Image | np.ndarray[Any, Any] | Tensor
-"""A file, a file's bytes, an image that PIL has opened, or an array (H, W), (H, W, C) or (C, H, W)."""
+"""A file, a file's bytes, a PIL image, or an array (H, W), (H, W, C) or (C, H, W)."""
+
+
+class ArrayImages:
+    """Images of one size in one uint8 tensor (N, H, W) or (N, H, W, C), which loader workers share."""
+
+    def __init__(self, images: Tensor | NDArray[Any]) -> None:
+        self.pixels = torch.from_numpy(np.require(_to_uint8(_channels_last(images)), np.uint8, ["C", "W"]))
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, index: int) -> NDArray[np.uint8]:
+        return self.pixels[index].numpy()
 
 
 def load(picture: Picture, *, name: str = "", channels: int = 3, at_least: int | None = None) -> Image.Image:
-    """The picture as RGB (or grey for one channel). `at_least` lets a JPEG be decoded at a fraction of its size, as
-    long as both sides keep so many pixels."""
-    name = name or _name(picture)
+    """The picture as RGB, or as grey for one channel. `name` is what errors call it.
+
+    `at_least` lets a JPEG be decoded at a fraction of its size, as long as both sides keep that many pixels.
+    """
     try:
-        with _opened(picture) as image:
+        with _open(picture) as image:
             _check_size(image)
             if at_least is not None and image.format == "JPEG":
                 image.draft(None, (at_least, at_least))
-            return _plain(_upright(image), "L" if channels == 1 else "RGB")
-    except DataError as problem:
-        raise DataError(f"cannot read {name}: {problem}") from problem
-    except FileNotFoundError as problem:
-        raise DataError(f"cannot read {name}: there is no such file") from problem
+            return _eight_bits(_upright(image)).convert("L" if channels == 1 else "RGB")
     except Exception as problem:  # on damaged files PIL raises almost anything: OSError, SyntaxError, struct.error, ...
+        name = name or (str(picture) if isinstance(picture, Path | str) else "the image")
         raise DataError(f"cannot read {name}: {_reason(problem)}") from problem
 
 
-def find_bad(
-    images: Images, *, workers: int | None = None, progress: Callable[[int], None] | None = None
-) -> list[tuple[Path, str]]:
-    """The files that cannot be decoded, each with the reason. Each is decoded to its end, in a pool of threads."""
-    files = images.files or ()
-    bad: list[tuple[Path, str]] = []
-    with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
-        for done, (path, reason) in enumerate(zip(files, pool.map(_fault, files), strict=True), start=1):
-            if reason:
-                bad.append((path, reason))
-            if progress is not None:
-                progress(done)
-    return bad
-
-
-def _fault(path: Path) -> str:
-    try:
-        load(path)
-    except DataError as problem:
-        return str(problem).removeprefix(f"cannot read {_name(path)}: ")
-    return ""
-
-
-def _opened(picture: Picture) -> Image.Image:
+def _open(picture: Picture) -> Image.Image:
     if isinstance(picture, Path | str):
         return Image.open(picture)
     if isinstance(picture, bytes):
         return Image.open(io.BytesIO(picture))
     if isinstance(picture, Image.Image):
         return picture.copy()  # the caller's stays open
-    array = Stack(picture[None])[0]
-    return Image.fromarray(array)
+    return Image.fromarray(ArrayImages(picture[None])[0])
 
 
 def _check_size(image: Image.Image) -> None:
-    """PIL only warns between its limit and twice that; a bomb is a bomb."""
+    """Refuse what PIL only warns of, between its limit and twice that."""
     limit = Image.MAX_IMAGE_PIXELS
     if limit is not None and image.width * image.height > limit:
         raise DataError(
@@ -82,41 +66,59 @@ def _check_size(image: Image.Image) -> None:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Turned as the camera was held; EXIF that cannot be read is no reason to refuse the pixels."""
+    """Rotated as EXIF says; EXIF that cannot be read is ignored."""
     try:
-        turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+        rotated = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
     except Exception:
-        turned = False
-    return ImageOps.exif_transpose(image) if turned else image
+        rotated = False
+    return ImageOps.exif_transpose(image) if rotated else image
 
 
-def _plain(image: Image.Image, mode: str) -> Image.Image:
-    if image.mode in ("I;16", "I;16L", "I;16B", "I;16N", "I"):
-        image = _high_byte(image)
-    elif image.mode == "F":
-        image = Image.fromarray(Stack(np.asarray(image)[None])[0])
-    elif image.has_transparency_data:
-        image = _on_white(image)
-    return image.convert(mode)  # a copy in any case, so that the file can be closed
-
-
-def _high_byte(image: Image.Image) -> Image.Image:
-    """16 bits to 8 as PIL does it for colour; grey ones it would clip. Its 32-bit mode holds 16-bit files too."""
-    deep = np.asarray(image).astype(np.int64)
-    return Image.fromarray((deep.clip(0, 65535) >> 8).astype(np.uint8))
-
-
-def _on_white(image: Image.Image) -> Image.Image:
-    """What shows through is paper: the colours hidden under transparent pixels are arbitrary, often black."""
-    colours = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", colours.size, "white"), colours)
-
-
-def _name(picture: Picture) -> str:
-    return str(picture) if isinstance(picture, Path | str) else "the image"
+def _eight_bits(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):  # 16 bits, some of them in PIL's 32-bit mode: the high byte, as PIL does for colour
+        return Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8))
+    if image.mode == "F":
+        return Image.fromarray(ArrayImages(np.asarray(image)[None])[0])
+    if image.has_transparency_data:  # on white: the colours under transparent pixels are arbitrary, often black
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    return image
 
 
 def _reason(problem: Exception) -> str:
+    if isinstance(problem, FileNotFoundError):
+        return "there is no such file"
     if isinstance(problem, UnidentifiedImageError):
-        return "it is no image that PIL knows"
+        return "it is not an image that PIL knows"
     return " ".join(str(problem).split()) or type(problem).__name__
+
+
+def _channels_last(images: Tensor | NDArray[Any]) -> NDArray[Any]:
+    """(N, H, W) or (N, H, W, C). Where both layouts fit, numpy means NHWC and torch NCHW."""
+    array = images.detach().cpu().numpy() if isinstance(images, Tensor) else np.asarray(images)
+    if array.dtype == object:
+        raise DataError("the images differ in size, so they are not one array: save them as files or pass a Dataset")
+    first, last = (array.ndim == 4 and array.shape[place] in (1, 3, 4) for place in (1, -1))
+    if first and (isinstance(images, Tensor) or not last):
+        array = array.transpose(0, 2, 3, 1)
+    elif not last and array.ndim != 3:
+        raise DataError(
+            "an array of images has shape (N, H, W), (N, H, W, C) or (N, C, H, W) with 1, 3 or 4 channels, "
+            f"not {array.shape}"
+        )
+    return array[..., 0] if array.ndim == 4 and array.shape[3] == 1 else array
+
+
+def _to_uint8(images: NDArray[Any]) -> NDArray[Any]:
+    """uint8 as it is, the high byte of 16 bits (as files are read), floats from 0 to 1, True as white."""
+    if images.dtype.kind == "f":
+        low, high = images.min(initial=0), images.max(initial=0)
+        if not (low >= 0 and high <= 1):
+            raise DataError(
+                f"images in floating point must lie between 0 and 1, but these go from {low:.4g} to {high:.4g}: "
+                "scale them, or convert them to uint8; images that are already normalized go to fit as a Dataset"
+            )
+        return (images * 255).round()
+    kind = images.dtype.str[1:]  # without the byte order
+    if kind not in ("u1", "u2", "b1"):
+        raise DataError(f"images are uint8, uint16, bool or floats from 0 to 1, not {images.dtype}: convert them first")
+    return images >> 8 if kind == "u2" else images * np.uint8(255) if kind == "b1" else images

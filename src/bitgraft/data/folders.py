@@ -1,11 +1,10 @@
-"""Folders of images, a folder for each class: train/ val/ test/ with classes below them, or the classes alone."""
+"""Image folders with one subfolder per class, split into train/ val/ test/ or not."""
 
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bitgraft.data.images import Images, Splits
-from bitgraft.data.stratify import check_shares, split
+from bitgraft.data.images import Images, Splits, few
 from bitgraft.errors import DataError
 
 _KNOWN = "jpg jpeg jpe jfif png bmp gif webp tif tiff ppm pgm pbm pnm jp2 avif"
@@ -13,109 +12,67 @@ SUFFIXES = frozenset(f".{ending}" for ending in _KNOWN.split())
 VALIDATION = ("val", "valid", "validation")
 
 
-def open_folder(root: Path, *, val_share: float, test_share: float, seed: int) -> Splits:
-    """What is not there as a folder is split off the training images by the seed."""
-    parts = {name.lower(): root / name for name in _folders(root)}
+def open_folder(root: Path) -> Splits:
+    """The splits that the folder has; all images are for training where it has none."""
+    parts = {name.lower(): root / name for name in _subfolders(root)}
+    classes, train = read_folder(parts.get("train", root))
     if "train" not in parts:
-        classes, images = read_folder(root)
-        return divided(root.name, classes, images, val_share=val_share, test_share=test_share, seed=seed)
-    classes, train = read_folder(parts["train"])
+        return Splits(name=root.name, classes=classes, train=train)
     val = next((read_known(parts[name], classes) for name in VALIDATION if name in parts), None)
     test = read_known(parts["test"], classes) if "test" in parts else None
-    return divided(root.name, classes, train, val=val, test=test, val_share=val_share, test_share=test_share, seed=seed)
-
-
-def divided(
-    name: str,
-    classes: tuple[str, ...],
-    train: Images,
-    *,
-    val: Images | None = None,
-    test: Images | None = None,
-    val_share: float,
-    test_share: float,
-    seed: int,
-    flip: bool = True,
-) -> Splits:
-    """The splits, with those that are missing taken from the training images."""
-    check_shares(val_share, test_share)
-    parts = split(train.labels, 0.0 if val else val_share, 0.0 if test else test_share, seed)
-    return Splits(
-        name=name,
-        classes=classes,
-        train=train.pick(parts.train),
-        val=val or (train.pick(parts.val) if parts.val else None),
-        test=test or (train.pick(parts.test) if parts.test else None),
-        flip=flip,
-    )
+    return Splits(name=root.name, classes=classes, train=train, val=val, test=test)
 
 
 def read_folder(folder: Path) -> tuple[tuple[str, ...], Images]:
-    """The classes in the order of their names, and their images in the order of theirs; every class must have some."""
-    classes = _folders(folder)
+    """Classes and images, both sorted by name. Every class must have images."""
+    classes = _subfolders(folder)
     if not classes:
-        raise DataError(_no_classes(folder))
+        if any(path.suffix.lower() in SUFFIXES for path in folder.iterdir()):
+            raise DataError(f"images lie directly in {folder}: put those of each class into a subfolder named after it")
+        raise DataError(f"{folder} has no class folders: make one subfolder per class, with its images inside")
     images = read_known(folder, classes)
     present = set(images.labels)
-    empty = [name for label, name in enumerate(classes) if label not in present]
-    if len(empty) == len(classes):
-        raise DataError(f"there are no images in the folders below {folder}; known endings are {_KNOWN}")
-    if empty:
+    if empty := [name for label, name in enumerate(classes) if label not in present]:
         raise DataError(
-            f"{len(empty)} of {len(classes)} class folders in {folder} hold no image: {_few(empty)}. "
+            f"{len(empty)} of {len(classes)} class folders in {folder} hold no image: {few(empty)}. "
             "Put images there or remove the folder"
         )
     return classes, images
 
 
 def read_known(folder: Path, classes: Sequence[str]) -> Images:
-    """The images of a folder whose classes are known from elsewhere: of all of them or some, but no others."""
-    numbers = {name: label for label, name in enumerate(classes)}
-    found = {name: list(_images(folder / name)) for name in _folders(folder)}
-    if strange := [name for name, files in found.items() if files and name not in numbers]:
+    """The images of a folder that has all or some of these classes, and no others."""
+    labels = {name: label for label, name in enumerate(classes)}
+    found = [(path, name) for name in _subfolders(folder) for path in _images(folder / name)]
+    if unknown := list(dict.fromkeys(name for _, name in found if name not in labels)):
         raise DataError(
-            f"{folder} has {len(strange)} class folders that the training images do not have: {_few(strange)}; "
-            f"the classes are {_few(list(classes))}"
+            f"{folder} has {len(unknown)} class folders that the training images do not have: {few(unknown)}; "
+            f"the classes are {few(classes)}"
         )
-    pairs = [(path, numbers[name]) for name, files in found.items() for path in files]
-    if not pairs:
-        raise DataError(f"there is no image in {folder}")
-    return Images(tuple(path for path, _ in pairs), tuple(label for _, label in pairs))
+    if not found:
+        raise DataError(f"there is no image in {folder}; known endings are {_KNOWN}")
+    return Images(tuple(path for path, _ in found), tuple(labels[name] for _, name in found))
 
 
-def _folders(folder: Path) -> tuple[str, ...]:
+def _subfolders(folder: Path) -> tuple[str, ...]:
     try:
-        with os.scandir(folder) as entries:
-            return tuple(sorted(entry.name for entry in entries if entry.is_dir() and not _hidden(entry.name)))
+        return tuple(entry.name for entry in _entries(folder) if entry.is_dir())
     except OSError as problem:
         raise DataError(f"cannot read the folder {folder}: {problem.strerror or problem}") from problem
 
 
 def _images(folder: Path, above: tuple[str, ...] = ()) -> Iterator[Path]:
-    """Images in the folder and below it, links followed, but never round in a circle."""
+    """Images in the folder and below it. Links are followed, except back to a folder above."""
     real = os.path.realpath(folder)
-    if real in above:
-        return
-    with os.scandir(folder) as scanned:
-        entries = sorted(scanned, key=lambda entry: entry.name)
-    for entry in entries:
-        if _hidden(entry.name):
-            continue
+    for entry in _entries(folder) if real not in above else ():
         if entry.is_dir():
             yield from _images(folder / entry.name, (*above, real))
         elif Path(entry.name).suffix.lower() in SUFFIXES:
             yield folder / entry.name
 
 
-def _hidden(name: str) -> bool:
-    return name.startswith(".") or name == "__MACOSX"
-
-
-def _no_classes(folder: Path) -> str:
-    if any(path.suffix.lower() in SUFFIXES for path in folder.iterdir()):
-        return f"images lie directly in {folder}: put those of each class into a folder of its own, named after it"
-    return f"{folder} has no class folders: there should be a folder for each class, with its images inside"
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in a folder, sorted, without hidden files."""
+    with os.scandir(folder) as entries:
+        shown = [entry for entry in entries if not entry.name.startswith(".") and entry.name != "__MACOSX"]
+    return sorted(shown, key=lambda entry: entry.name)

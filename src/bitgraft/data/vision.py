@@ -1,24 +1,18 @@
-"""torchvision's data sets by name, whatever their constructors are like."""
+"""torchvision's classification data sets by name, however their constructors differ."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import suppress
+from operator import index
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image
-from torch import Tensor
-
-from bitgraft.data.devkit import distinct
-from bitgraft.data.folders import VALIDATION, divided
-from bitgraft.data.images import Images, Splits
+from bitgraft.data.folders import VALIDATION
+from bitgraft.data.images import Images, Splits, distinct
 from bitgraft.errors import DataError
 
-UNMIRRORED = frozenset({"mnist", "emnist", "kmnist", "qmnist", "omniglot", "usps", "semeion", "svhn", "gtsrb"})
-"""Signs and characters, which a mirror turns into others."""
-_TRAIN, _TEST = ("train", "trainval"), ("test",)
-_FILES, _PAIRS, _LABELS = ("_image_files", "_images"), ("samples", "_samples"), ("targets", "labels", "_labels", "y")
+UNFLIPPED = frozenset({"mnist", "emnist", "kmnist", "qmnist", "omniglot", "usps", "semeion", "svhn", "gtsrb"})
+"""Characters and signs, which look different in a mirror."""
 
 
 class Pictures:
@@ -37,52 +31,58 @@ class Pictures:
             raise DataError(f"cannot read image {index} of {type(self.dataset).__name__}: {problem}") from problem
 
 
-def open_torchvision(
-    name: str, *, root: Path, download: bool, val_share: float, test_share: float, seed: int
-) -> Splits:
-    """Its own splits where it has them; the rest by the seed. `test_share` only serves sets without any split."""
+def open_torchvision(name: str, *, root: Path, download: bool) -> Splits:
+    """The splits that the data set has; all images are for training where it has none."""
     make = _constructor(name)
     takes = inspect.signature(make).parameters
     options = {"root": str(root)} | ({"download": download} if "download" in takes else {})
+    wanted: tuple[list[dict[str, Any]], ...] = ([{}], [], [])
     if "split" in takes:
-        train = _first(name, make, options, _TRAIN)
-        val, test = _first(name, make, options, VALIDATION), _first(name, make, options, _TEST)
-        if train is None:
-            raise DataError(f"torchvision:{name} has no split {' or '.join(_TRAIN)}: open it from Python instead")
+        wanted = tuple(
+            [{"split": split} for split in known] for known in (("train", "trainval"), VALIDATION, ("test",))
+        )
     elif "train" in takes:
-        train, val = _made(name, make, options | {"train": True}), None
-        test = _made(name, make, options | {"train": False})
-    else:
-        train, val, test = _made(name, make, options), None, None
-    has_splits = "split" in takes or "train" in takes
-    opened = [None if part is None else read_dataset(part, f"torchvision:{name}") for part in (train, val, test)]
-    assert opened[0] is not None
-    return divided(
-        name,
-        _classes(train, [images for images in opened if images is not None]),
-        opened[0],
-        val=opened[1],
-        test=opened[2],
-        val_share=val_share,
-        test_share=0.0 if has_splits else test_share,
-        seed=seed,
-        flip=name.lower() not in UNMIRRORED,
-    )
+        wanted = ([{"train": True}], [], [{"train": False}])
+    train, *others = (_first(name, make, [options | choice for choice in choices]) for choices in wanted)
+    if train is None:
+        raise DataError(f"torchvision:{name} has no split train or trainval: open it from Python instead")
+    images = read_dataset(train, name)
+    val, test = (None if part is None else read_dataset(part, name) for part in others)
+    count = 1 + max(max(part.labels) for part in (images, val, test) if part is not None)
+    flip = name.lower() not in UNFLIPPED
+    return Splits(name=name, classes=_classes(train, count), train=images, val=val, test=test, flip=flip)
 
 
 def read_dataset(dataset: Any, name: str) -> Images:
-    """The data set's files or array if it shows them, and its labels, without decoding more than the first image."""
+    """Its files if it shows them, and its labels; where it shows its labels, only the first image is decoded."""
     if not len(dataset):
-        raise DataError(f"{name} is empty")
-    pairs = _shown(dataset, _PAIRS)
-    files = [pair[0] for pair in pairs] if pairs is not None else _shown(dataset, _FILES)
-    labels = [pair[1] for pair in pairs] if pairs is not None else _shown(dataset, _LABELS)
-    image, label = dataset[0]
-    if labels is None or not _is_number(labels[0]) or int(labels[0]) != label:
-        labels = [dataset[i][1] for i in range(len(dataset))]
-    if not all(map(_is_number, labels)):
-        raise DataError(f"{name} gives no class for each image, but {labels[0]!r}: open it from Python instead")
-    return Images(_source(dataset, image, files), tuple(map(int, labels)))
+        raise DataError(f"torchvision:{name} is empty")
+    files = next(_shown(dataset, "samples", "_samples", "_image_files", "_images"), None)
+    if files is not None and isinstance(files[0], tuple | list):  # pairs of a file and its label
+        files = [pair[0] for pair in files]
+    known = files is not None and all(isinstance(file, str | Path) for file in files) and Path(files[0]).is_file()
+    return Images(files if known else Pictures(dataset), tuple(_labels(dataset, name)))
+
+
+def _labels(dataset: Any, name: str) -> list[int]:
+    for shown in _shown(dataset, "samples", "_samples", "targets", "labels", "_labels", "y"):
+        with suppress(TypeError):
+            labels = [index(item[1] if isinstance(item, tuple | list) else item) for item in shown]
+            if labels[0] == index(dataset[0][1]):
+                return labels
+    labels = [dataset[i][1] for i in range(len(dataset))]
+    try:
+        return list(map(index, labels))
+    except TypeError as problem:
+        raise DataError(
+            f"torchvision:{name} gives {labels[0]!r} rather than a class: open it from Python instead"
+        ) from problem
+
+
+def _shown(dataset: Any, *names: str) -> Iterator[Any]:
+    """Those of its attributes that have one entry for each image."""
+    held = (getattr(dataset, name, None) for name in names)
+    return (value for value in held if isinstance(value, Sized) and len(value) == len(dataset))
 
 
 def _constructor(name: str) -> Any:
@@ -92,64 +92,29 @@ def _constructor(name: str) -> Any:
     if not inspect.isclass(make) or "root" not in inspect.signature(make).parameters:
         makers = {known: inspect.signature(getattr(datasets, known)).parameters for known in datasets.__all__}
         known = ", ".join(known for known, takes in makers.items() if "download" in takes)
-        raise DataError(f"torchvision:{name} is none of torchvision's data sets; those that download are {known}")
+        raise DataError(f"torchvision:{name} is not one of torchvision's data sets; those that download are {known}")
     return make
 
 
-def _first(name: str, make: Any, options: dict[str, Any], wanted: Iterable[str]) -> Any:
-    """The first of these splits that the data set has; it says which by refusing the others with a ValueError."""
-    for split in wanted:
+def _first(name: str, make: Any, choices: Iterable[dict[str, Any]]) -> Any:
+    """The first of these that the data set has; it refuses the others with a ValueError."""
+    for options in choices:
         try:
-            return _made(name, make, options | {"split": split})
-        except ValueError as problem:
-            if isinstance(problem, DataError):
-                raise
+            if options.get("download"):  # only if it is not there yet, since some refuse to download twice
+                with suppress(RuntimeError, OSError):
+                    return make(**options | {"download": False})
+            return make(**options)
+        except ValueError:
+            continue
+        except TypeError as problem:
+            raise DataError(f"torchvision:{name} needs more than a name: {problem}; open it from Python") from problem
+        except Exception as problem:  # not there, no network, a checksum, a missing package: torchvision says which
+            hint = "" if options.get("download", True) else "; download=True (--download) fetches it"
+            raise DataError(f"cannot open torchvision:{name} in {options['root']}: {problem}{hint}") from problem
     return None
 
 
-def _made(name: str, make: Any, options: dict[str, Any]) -> Any:
-    """The data set; downloaded only if it is not there yet, since some refuse to download twice."""
-    try:
-        if options.get("download"):
-            with suppress(RuntimeError, OSError):
-                return make(**options | {"download": False})
-        return make(**options)
-    except ValueError:
-        raise
-    except TypeError as problem:
-        raise DataError(f"torchvision:{name} needs more than a name: {problem}; open it from Python") from problem
-    except Exception as problem:  # not there, no network, a checksum, a missing package: torchvision's words say which
-        hint = "" if options.get("download") or "download" not in options else "; download=True (--download) fetches it"
-        raise DataError(f"cannot open torchvision:{name} in {options['root']}: {problem}{hint}") from problem
-
-
-def _shown(dataset: Any, names: Iterable[str]) -> list[Any] | None:
-    for name in names:
-        value = getattr(dataset, name, None)
-        if isinstance(value, list | tuple | np.ndarray | Tensor) and len(value) == len(dataset):
-            return list(value)
-    return None
-
-
-def _source(dataset: Any, image: Any, files: list[Any] | None) -> Any:
-    if files is not None and all(isinstance(file, str | Path) for file in files) and Path(files[0]).is_file():
-        return tuple(map(Path, files))
-    data = getattr(dataset, "data", None)
-    if isinstance(data, np.ndarray | Tensor) and len(data) == len(dataset) and data.ndim in (3, 4):
-        first = Images(data[:1], (0,)).source[0] if str(data.dtype).endswith("uint8") else None
-        if first is not None and isinstance(image, Image.Image) and np.array_equal(first, np.asarray(image)):
-            return data
-    return Pictures(dataset)
-
-
-def _is_number(label: Any) -> bool:
-    if isinstance(label, Tensor | np.ndarray):
-        return label.ndim == 0 and "float" not in str(label.dtype)
-    return isinstance(label, int | np.integer)
-
-
-def _classes(dataset: Any, parts: list[Images]) -> tuple[str, ...]:
-    number = 1 + max(max(images.labels) for images in parts)
+def _classes(dataset: Any, number: int) -> tuple[str, ...]:
     names = getattr(dataset, "classes", None) or getattr(dataset, "categories", None)
     if not isinstance(names, list | tuple) or len(names) < number:
         return tuple(map(str, range(number)))

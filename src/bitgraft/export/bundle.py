@@ -2,8 +2,8 @@
 
     images (batch, C, H, W), task (1,) -> logits (batch, the most classes that any task has)
 
-The graph unpacks the bits of the task that is asked for and computes W~ = k0 W + k1 1 + k2 M + k3 W∘M from them.
-Scores behind a task's last class are -1e30; metadata `tasks` lists the tasks in the order of their numbers.
+The graph unpacks the bits of the requested task and computes W~ = k0 W + k1 1 + k2 M + k3 W∘M from them. Scores beyond
+a task's last class are -1e30; metadata `tasks` lists the tasks in the order of their numbers.
 """
 
 import json
@@ -12,60 +12,54 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.rnn import pad_sequence
 
 from bitgraft import __version__
 from bitgraft.backbone.tracing import logits, private_copy
+from bitgraft.backbone.weight_files import COUNTER
 from bitgraft.errors import ExportError
 from bitgraft.export.onnx_file import IMAGES, agree, convert, opened
-from bitgraft.export.plain import program
-from bitgraft.export.subject import CHECKED, TRACED, Subject, described
+from bitgraft.export.plain import TRACED, Subject, program
 from bitgraft.network import Network
-from bitgraft.task import Task, dotless
+from bitgraft.task import Task, dotless, dotted
 from bitgraft.transforms.base import Weight
 from bitgraft.transforms.bits import pack, packed_size
-from bitgraft.transforms.masked import Masked
+from bitgraft.transforms.masked import START, Masked
 
 TASK = "task"
 NOTHING = -1e30  # the score of a class that a task does not have: below any other, and finite
-COUNTER = "num_batches_tracked"
 
 
 def bundle_bytes(net: Network, names: Sequence[str]) -> bytes:
     """The file's bytes, every task checked against its own scores in onnxruntime."""
     subjects = [Subject(net, name) for name in names]
     _check(subjects)
-    examples = (subjects[0].images(TRACED), torch.tensor([len(names) - 1]))
     module = Bundle(net, [net.tasks[name] for name in names]).eval()
-    tasks = [_plain(described(subject.metadata)) for subject in subjects]
-    about = {"bitgraft": __version__, "backbone": net.fingerprint, "tasks": json.dumps(tasks, ensure_ascii=False)}
-    data = convert(program(module, *examples), [IMAGES, TASK], about)
+    traced = program(module, subjects[0].images(TRACED), torch.tensor([len(names) - 1]))
+    tasks = json.dumps([subject.about() for subject in subjects], ensure_ascii=False)
+    header = {"bitgraft": __version__, "backbone": net.fingerprint, "tasks": tasks}
+    data = convert(traced, [IMAGES, TASK], header)
     session = opened(data)
     for number, subject in enumerate(subjects):
-        for count in CHECKED:
-            inputs = {IMAGES: subject.images(count), TASK: torch.tensor([number])}
-            agree(session, inputs, subject.answer(inputs[IMAGES]), f"task {subject.name!r} on a batch of {count}")
+        for what, images, expected in subject.cases():
+            agree(session, {IMAGES: images, TASK: torch.tensor([number])}, expected, what)
     return data
-
-
-def _plain(fields: dict[str, str]) -> dict[str, object]:
-    return {key: json.loads(text) if key in ("classes", "preprocessing") else text for key, text in fields.items()}
 
 
 def _check(subjects: Sequence[Subject]) -> None:
     """Every task is made of masks on the same weights, with classes, for images of one size."""
-    for subject in subjects:
-        task = subject.net.tasks[subject.name]
+    tasks = {subject.name: subject.net.tasks[subject.name] for subject in subjects}
+    masked = {weight: name for name, task in tasks.items() for weight in task.transforms}
+    for name, task in tasks.items():
         if task.metadata.head != "classes" or not all(isinstance(t, Masked) for t in task.transforms.values()):
             raise ExportError(
-                f"task {subject.name!r} (method {subject.metadata.method!r}, head {subject.metadata.head!r}) is not "
-                "made of masks and classes alone, so it cannot share a file with others: export it by itself"
+                f"task {name!r} (method {task.metadata.method!r}, head {task.metadata.head!r}) is not made of masks "
+                "and classes alone, so it cannot share a file with others: export it by itself"
             )
-    masked = {name: subject.name for subject in subjects for name in subject.net.tasks[subject.name].transforms}
-    for subject in subjects:
-        if both := sorted(masked.keys() & subject.net.tasks[subject.name].owned.keys()):
+        if both := sorted(masked.keys() & task.owned.keys()):
             raise ExportError(
-                f"task {subject.name!r} has {both[0]!r} outright, where {masked[both[0]]!r} has a mask for it: they "
-                "cannot share a file, so export them apart"
+                f"task {name!r} has {both[0]!r} outright, where {masked[both[0]]!r} has a mask for it: they cannot "
+                "share a file, so export them apart"
             )
     sizes = {subject.preprocessing.size: subject.name for subject in subjects}
     if len(sizes) > 1:
@@ -77,7 +71,7 @@ def _check(subjects: Sequence[Subject]) -> None:
 
 
 class Bundle(nn.Module):
-    """A backbone, and what all tasks put into its place, stacked, the task's number first."""
+    """A backbone, and for each tensor that any task replaces, all tasks' versions stacked by number."""
 
     classes: Tensor
     columns: Tensor
@@ -89,46 +83,28 @@ class Bundle(nn.Module):
         counts = [len(task.classes or ()) for task in tasks]
         self.register_buffer("classes", torch.tensor(counts))
         self.register_buffer("columns", torch.arange(max(counts)))
-        self.names = [name for name in anatomy.places if _differs(tasks, name)]
-        self.stacks = nn.ModuleDict()
-        for name in self.names:
-            base = anatomy.tensor(name).detach()
-            transforms = [task.transforms.get(name) for task in tasks]
-            owned = [task.owned.get(name, base).detach() for task in tasks]
-            masked = any(transform is not None for transform in transforms)
-            padded = [_padded(tensor, max(counts)) for tensor in owned] if name in head else owned
-            self.stacks[dotless(name)] = _Masks(base, transforms) if masked else _Choice(padded)
+        self.masks = nn.ModuleDict()
+        self.owned: list[str] = []
+        for name in anatomy.places:
+            base, transforms = anatomy.tensor(name).detach(), [task.transforms.get(name) for task in tasks]
+            if any(transform is not None for transform in transforms):
+                self.masks[dotless(name)] = _Masks(base, transforms)
+            elif not name.endswith(COUNTER) and any(name in task.owned for task in tasks):
+                tensors = [task.owned.get(name, base).detach() for task in tasks]
+                stack = pad_sequence(tensors, batch_first=True) if name in head else torch.stack(tensors)
+                self.register_buffer(f"owned:{dotless(name)}", stack)
+                self.owned.append(name)
 
     def forward(self, images: Tensor, task: Tensor) -> Tensor:
-        tensors = {name: self.stacks[dotless(name)](task) for name in self.names}
+        tensors = {dotted(key): masks(task) for key, masks in self.masks.items()}
+        for name in self.owned:
+            tensors[name] = self.get_buffer(f"owned:{dotless(name)}").index_select(0, task).squeeze(0)
         scores = logits(functional_call(self.backbone, tensors, (images,)))
         return torch.where(self.columns < self.classes.index_select(0, task), scores, NOTHING)
 
 
-def _differs(tasks: Sequence[Task], name: str) -> bool:
-    return not name.endswith(COUNTER) and any(name in task.owned or name in task.transforms for task in tasks)
-
-
-def _padded(tensor: Tensor, rows: int) -> Tensor:
-    """A head's tensor with empty rows for classes that the task does not have."""
-    return torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], *tensor.shape[1:])])
-
-
-class _Choice(nn.Module):
-    """Tensors that tasks own outright."""
-
-    stack: Tensor
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.register_buffer("stack", torch.stack(list(tensors)))
-
-    def forward(self, task: Tensor) -> Tensor:
-        return self.stack.index_select(0, task).squeeze(0)
-
-
 class _Masks(nn.Module):
-    """One weight of the backbone, and each task's bits and k for it."""
+    """One weight of the backbone, and each task's bits and k for it; k = (1, 0, 0, 0) for a task without a mask."""
 
     base: Tensor
     bits: Tensor
@@ -137,28 +113,24 @@ class _Masks(nn.Module):
 
     def __init__(self, base: Tensor, transforms: Sequence[nn.Module | None]) -> None:
         super().__init__()
-        known = [transform for transform in transforms if isinstance(transform, Masked)]
-        self.about: Weight = known[0].weight
-        wide = any(transform.rule.per_channel for transform in known)
+        masks = {number: transform for number, transform in enumerate(transforms) if isinstance(transform, Masked)}
+        self.about: Weight = next(iter(masks.values())).weight
         self.shape = self.about.grouped_shape
-        self.channel = self.about.channel_shape if wide else tuple(1 for _ in self.shape)
-        k = [_k(t, self.about.outputs if wide else 1) if isinstance(t, Masked) else None for t in transforms]
-        neutral = torch.tensor([1.0, 0.0, 0.0, 0.0])[:, None].expand(4, self.about.outputs if wide else 1)
-        empty = torch.zeros(packed_size(base.numel()), dtype=torch.uint8)
-        bits = [pack(t.mask()).cpu() if isinstance(t, Masked) else empty for t in transforms]
+        per_channel = any(mask.rule.per_channel for mask in masks.values())
+        self.channel = self.about.channel_shape if per_channel else (1,) * len(self.shape)
+        bits = torch.zeros(len(transforms), packed_size(base.numel()), dtype=torch.uint8)
+        k = torch.tensor(START)[:, None].repeat(len(transforms), 1, self.about.outputs if per_channel else 1)
+        for number, mask in masks.items():
+            bits[number] = pack(mask.mask()).cpu()
+            k[number] = mask.values().detach().cpu().view(4, -1)
         self.register_buffer("base", base.reshape(self.shape))
-        self.register_buffer("bits", torch.stack(bits))
-        self.register_buffer("k", torch.stack([neutral if values is None else values for values in k]))
+        self.register_buffer("bits", bits)
+        self.register_buffer("k", k)
         self.register_buffer("places", torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8))
 
     def forward(self, task: Tensor) -> Tensor:
-        base = self.base
         packed = self.bits.index_select(0, task).reshape(-1, 1)
-        bits = (packed & self.places).to(torch.bool).reshape(-1)[: base.numel()]
-        mask = bits.reshape(self.shape).to(base.dtype)
+        bits = (packed & self.places).to(torch.bool).reshape(-1)[: self.base.numel()]
+        mask = bits.reshape(self.shape).to(self.base.dtype)
         k0, k1, k2, k3 = (k.reshape(self.channel) for k in self.k.index_select(0, task).squeeze(0).unbind(0))
-        return (k0 * base + k1 + k2 * mask + k3 * base * mask).reshape(self.about.shape)
-
-
-def _k(transform: Masked, channels: int) -> Tensor:
-    return transform.values().detach().float().cpu().reshape(4, -1).expand(4, channels)
+        return (k0 * self.base + k1 + k2 * mask + k3 * self.base * mask).reshape(self.about.shape)

@@ -1,5 +1,6 @@
-"""One task as an ONNX file that is checked in onnxruntime before anybody sees it."""
+"""One task as an ONNX file, checked in onnxruntime before it is written."""
 
+import importlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,27 +10,25 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from bitgraft.errors import ExportError
-from bitgraft.export.plain import program
-from bitgraft.export.subject import CHECKED, TRACED, Subject, need
+from bitgraft.export.plain import TRACED, Subject, program
 
 TOLERANCE = 1e-4
 IMAGES, LOGITS = "images", "logits"
-LARGEST = 2**31 - 1  # what protobuf puts into one file
+LARGEST = 2**31 - 1  # bytes in one protobuf file
 
 
 def onnx_bytes(subject: Subject) -> bytes:
     """The file's bytes. onnxruntime gives the task's scores within 1e-4 of the largest, or there is no file."""
-    data = convert(program(subject.module(), subject.images(TRACED)), [IMAGES], subject.about())
-    cases = ((count, {IMAGES: subject.images(count)}) for count in CHECKED)
+    data = convert(program(subject.module(), subject.images(TRACED)), [IMAGES], subject.header())
     session = opened(data)
-    for count, inputs in cases:
-        agree(session, inputs, subject.answer(inputs[IMAGES]), f"task {subject.name!r} on a batch of {count}")
+    for what, images, expected in subject.cases():
+        agree(session, {IMAGES: images}, expected, what)
     return data
 
 
-def convert(traced: ExportedProgram, inputs: Iterable[str], about: Mapping[str, str]) -> bytes:
+def convert(traced: ExportedProgram, inputs: Iterable[str], header: Mapping[str, str]) -> bytes:
     """A traced network as one ONNX file with all its weights inside."""
-    onnx, _ = need("onnx"), need("onnxscript")
+    onnx, _ = _need("onnx"), _need("onnxscript")
     try:
         made = torch.onnx.export(
             traced, dynamo=True, input_names=list(inputs), output_names=[LOGITS], verbose=False, external_data=False
@@ -42,14 +41,14 @@ def convert(traced: ExportedProgram, inputs: Iterable[str], about: Mapping[str, 
     assert made is not None
     model = made.model_proto
     _tidy(model.graph)
-    onnx.helper.set_model_props(model, dict(about))
+    onnx.helper.set_model_props(model, dict(header))
     if (size := model.ByteSize()) > LARGEST:
         raise ExportError(f"the ONNX file would take {size / 1e9:.1f} GB, and one file holds 2 GB: use torch-export")
     return bytes(model.SerializeToString())
 
 
 def _tidy(graph: Any) -> None:
-    """Call the batch "batch", and leave out where on this machine the code lay that each node came from."""
+    """Call the batch "batch", and remove this machine's file names, which the exporter notes at each node."""
     batch = graph.input[0].type.tensor_type.shape.dim[0].dim_param
     for value in [*graph.input, *graph.output, *graph.value_info]:
         for dim in value.type.tensor_type.shape.dim:
@@ -64,18 +63,20 @@ def _tidy(graph: Any) -> None:
 
 def opened(data: bytes) -> Any:
     """An onnxruntime session for a file's bytes."""
-    runtime = need("onnxruntime")
+    runtime = _need("onnxruntime")
     options = runtime.SessionOptions()
-    options.log_severity_level = 3  # errors alone: it remarks on weights that it moves
+    options.log_severity_level = 3  # errors alone, no remarks on weights that it moves
     options.intra_op_num_threads = torch.get_num_threads()
     return runtime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
 
 
 def agree(session: Any, inputs: Mapping[str, Tensor], expected: Tensor, what: str) -> float:
-    """How far onnxruntime's scores are from the expected ones, or an error if that is too far."""
+    """The largest difference of onnxruntime's scores, as a share of the largest expected one; refused if too large."""
     (given,) = session.run([LOGITS], {name: tensor.cpu().numpy() for name, tensor in inputs.items()})
-    difference = relative(given[:, : expected.shape[1]], expected.cpu().numpy())
-    if not difference <= TOLERANCE:  # also where it is no number
+    given, wanted = given[:, : expected.shape[1]], expected.cpu().numpy()
+    largest = max(np.abs(wanted).max(), np.finfo(np.float32).tiny)
+    difference = float(np.abs(given - wanted).max() / largest) if given.shape == wanted.shape else float("inf")
+    if not difference <= TOLERANCE:  # also where it is not a number
         raise ExportError(
             f"onnxruntime's scores for {what} differ from the task's by {difference:.1e} of the largest, more than "
             f"{TOLERANCE:g}, so no file was written; try --format torch-export, which is exact"
@@ -83,8 +84,10 @@ def agree(session: Any, inputs: Mapping[str, Tensor], expected: Tensor, what: st
     return difference
 
 
-def relative(given: Any, expected: Any) -> float:
-    """The largest difference, as a share of the largest expected score."""
-    if given.shape != expected.shape:
-        return float("inf")
-    return float(np.abs(given - expected).max() / max(np.abs(expected).max(), np.finfo(np.float32).tiny))
+def _need(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as cause:
+        raise ExportError(
+            f"ONNX files need {module}, which cannot be imported ({cause}): pip install 'bitgraft[onnx]'"
+        ) from cause

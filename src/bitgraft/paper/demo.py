@@ -19,8 +19,8 @@ from bitgraft.data.dataset import ImageDataset
 from bitgraft.data.decode import load
 from bitgraft.data.images import Images, Splits
 from bitgraft.data.preprocessing import Preprocessing
+from bitgraft.data.seeded import stratified_split
 from bitgraft.data.splits import open_data
-from bitgraft.data.stratify import split
 from bitgraft.format.inspect import inspect_file
 from bitgraft.network import Network
 from bitgraft.paper.demo_page import Answer, Findings, Row, Shown, commonest, write
@@ -77,7 +77,7 @@ def capped(splits: Splits, most: int) -> Splits:
     images = splits.train
     if len(images) <= most:
         return splits
-    kept = split(images.labels, 0.0, 1 - most / len(images), CONFIG.seed).train
+    kept, _, _ = stratified_split(images.labels, 0.0, 1 - most / len(images), CONFIG.seed)
     return replace(splits, train=images.pick(kept))
 
 

@@ -1,9 +1,7 @@
-"""A task file from elsewhere into a store: fetched to a temporary file, checked, and only then put in its place."""
+"""A task file from elsewhere into a store: fetched, checked, and only then put in place."""
 
 import hashlib
-import hmac
 import re
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +14,11 @@ from bitgraft.store import SUFFIX, Store
 from bitgraft.task import check_name
 
 LIMIT = 2_000_000_000  # bytes
-SUM = "sha256="
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A task file's bytes and what is in them, checked in all that does not need a backbone."""
+    """A task file's bytes and what is in them, checked as far as that is possible without a backbone."""
 
     data: memoryview
     archive: Archive
@@ -30,28 +27,33 @@ class Fetched:
 
 
 def fetch(source: str, task: str | None = None, *, sha256: str | None = None, limit: int = LIMIT) -> Fetched:
-    """Bring a task file here and check it; no store is touched.
+    """Fetch a task file and check it; no store is touched.
 
     Args:
         source: a file or a folder; https://...; hf:OWNER/NAME, or OWNER/NAME where there is no such folder, with
-            @REVISION behind it if not the newest. "#sha256=..." behind any of them is what the file must have.
+            @REVISION behind it if not the newest. "#sha256=..." behind any of them is the expected checksum.
         task: which one, where there are several.
-        sha256: what the file must have.
+        sha256: the expected checksum.
+        limit: the largest size to accept, in bytes.
     """
     place, _, fragment = source.partition("#")
-    wanted = _digest(sha256 or fragment.removeprefix(SUM), source) if sha256 or fragment else None
+    expected = (sha256 or fragment.removeprefix("sha256=")).lower()
+    if (sha256 or fragment) and not re.fullmatch("[0-9a-f]{64}", expected):
+        raise SharingError(f"{web.without_secrets(source)}: a SHA-256 is 64 hexadecimal digits, not {expected[:80]!r}")
     with tempfile.TemporaryDirectory(prefix="bitgraft-") as folder:
-        path, shown = _bring(place, task, Path(folder), limit)
+        path, shown, stated = _bring(place, task, Path(folder), limit)
+        _check_size(path.stat().st_size, shown, limit)
         data = read_whole(path)
     found = hashlib.sha256(data).hexdigest()
-    if wanted is not None and not hmac.compare_digest(found, wanted):
-        raise SharingError(f"{shown} is not the file that was meant: its SHA-256 is {found}, not {wanted}")
-    archive = from_bytes(data, shown)
-    return Fetched(data, archive, shown, found)
+    if stated not in (None, found):
+        raise SharingError(f"{shown} was changed on the way: its SHA-256 is {found}, the Hub says {stated}")
+    if expected not in ("", found):
+        raise SharingError(f"{shown} is not the expected file: its SHA-256 is {found}, not {expected}")
+    return Fetched(data, from_bytes(data, shown), shown, found)
 
 
 def enter(fetched: Fetched, store: Store, name: str | None = None, *, overwrite: bool = False) -> str:
-    """Put a fetched task into a store, whole or not at all, if it fits there; the name that it has there."""
+    """Put a fetched task into a store, if it fits there; returns the name that it has there."""
     archive, called = fetched.archive, check_name(name or fetched.archive.metadata.name)
     if archive.backbone != store.fingerprint:
         raise WrongBackboneError(
@@ -64,75 +66,57 @@ def enter(fetched: Fetched, store: Store, name: str | None = None, *, overwrite:
                 f"{fetched.source} builds on task {earlier!r}, which the store at {store.folder} does not have: "
                 "pull that one first"
             )
-    target = store.path(called)
-    if target.exists() and not overwrite:
+    if store.path(called).exists() and not overwrite:
         raise StoreError(f"the store has a task {called!r} already: pass --overwrite, or --as another name")
     if called in archive.metadata.depends_on:
         raise StoreError(f"{fetched.source} builds on the task {called!r} that is there: pass --as another name")
     store.check_replaceable(called)
-    write_atomically(target, memoryview(fetched.data))
+    write_atomically(store.path(called), fetched.data)
     return called
 
 
-def _digest(text: str, source: str) -> str:
-    if not re.fullmatch("[0-9a-fA-F]{64}", text):
-        raise SharingError(f"{web.without_secrets(source)}: a SHA-256 is 64 hexadecimal digits, not {text[:80]!r}")
-    return text.lower()
-
-
-def _bring(place: str, task: str | None, folder: Path, limit: int) -> tuple[Path, str]:
-    """The file as it is here now, and what to call it in messages."""
+def _bring(place: str, task: str | None, folder: Path, limit: int) -> tuple[Path, str, str | None]:
+    """The file, what messages call it, and the SHA-256 that the Hub states."""
     if re.match("[a-z]+://", place, re.IGNORECASE):
-        web.download(place, target := folder / "fetched", limit)
-        return target, web.without_secrets(place)
-    if not place.startswith(hub.PREFIX) and (Path(place).exists() or not hub.REPO.fullmatch(place.partition("@")[0])):
-        return _local(Path(place), task, folder, limit)
-    return _from_hub(place.removeprefix(hub.PREFIX), task, folder, limit)
-
-
-def _local(path: Path, task: str | None, folder: Path, limit: int) -> tuple[Path, str]:
+        web.download(place, folder / "fetched", limit)
+        return folder / "fetched", web.without_secrets(place), None
+    if place.startswith(hub.PREFIX) or (hub.REPO.fullmatch(place.partition("@")[0]) and not Path(place).exists()):
+        return _from_hub(place.removeprefix(hub.PREFIX), task, folder, limit)
+    path = Path(place)
     if path.is_dir():
-        path = path / _only([p.name for p in path.glob(f"*{SUFFIX}")], task, str(path))
+        path = path / _only([file.name for file in path.iterdir()], task, place)
     if not path.is_file():
         raise SharingError(f"there is no file or folder {path}; a repository of the Hub is hf:OWNER/NAME")
-    _check_size(path.stat().st_size, str(path), limit)
-    copied = folder / "copied"
-    try:
-        shutil.copyfile(path, copied)
-    except OSError as cause:
-        raise SharingError(f"cannot read {path}: {cause.strerror or cause}") from cause
-    return copied, str(path)
+    return path, str(path), None
 
 
-def _from_hub(place: str, task: str | None, folder: Path, limit: int) -> tuple[Path, str]:
+def _from_hub(place: str, task: str | None, folder: Path, limit: int) -> tuple[Path, str, str | None]:
     repo, _, revision = place.partition("@")
-    entries = {entry.file: entry for entry in hub.listing(hub.check_repo(repo), revision or None)}
-    entry = entries[_only(list(entries), task, repo)]
-    shown = f"{hub.PREFIX}{repo}/{entry.file}"
-    _check_size(entry.size or 0, shown, limit)
-    path = hub.download(repo, entry, folder)
-    _check_size(path.stat().st_size, shown, limit)
-    if entry.sha256 is not None and hashlib.sha256(read_whole(path)).hexdigest() != entry.sha256:
-        raise SharingError(f"{shown} came other than the Hub says that it is: its SHA-256 is not {entry.sha256}")
-    return path, shown
+    info = hub.model_info(hub.check_repo(repo), revision or None)
+    files = {file.rfilename: file for file in info.siblings or []}
+    file = files[_only(list(files), task, repo)]
+    shown = f"{hub.PREFIX}{repo}/{file.rfilename}"
+    _check_size(file.size or 0, shown, limit)
+    path = hub.download(repo, file.rfilename, info.sha, folder)  # of this commit, whatever is pushed meanwhile
+    return path, shown, file.lfs.sha256 if file.lfs else None
 
 
 def _only(files: list[str], task: str | None, where: str) -> str:
-    """The one task file among these names; those that no task can have are passed over."""
+    """The one task file among these; files that cannot be a task's are ignored."""
     if task is not None:
         check_name(task)
-    names = sorted(file.removesuffix(SUFFIX) for file in files if file.endswith(SUFFIX) and _is_plain(file))
+    names = sorted(file.removesuffix(SUFFIX) for file in files if _is_task_file(file))
     chosen = [name for name in names if task in (None, name)]
     if len(chosen) != 1:
         held = f"the tasks {', '.join(names)}" if names else "no task file"
-        remedy = ": say --task NAME" if chosen else "" if task is None else f", none that is called {task}"
+        remedy = ": say --task NAME" if chosen else "" if task is None else f", but not {task}"
         raise SharingError(f"{where} has {held}{remedy}")
     return f"{chosen[0]}{SUFFIX}"
 
 
-def _is_plain(file: str) -> bool:
+def _is_task_file(file: str) -> bool:
     try:
-        return bool(check_name(file.removesuffix(SUFFIX)))
+        return file.endswith(SUFFIX) and bool(check_name(file.removesuffix(SUFFIX)))
     except UnsafeNameError:
         return False
 

@@ -1,4 +1,4 @@
-"""A file from a web address: encrypted, of limited size, in limited time, whole or not at all."""
+"""A file from a web address: encrypted, of limited size, in limited time, complete or not at all."""
 
 import http.client
 import ipaddress
@@ -14,24 +14,24 @@ from bitgraft import __version__
 from bitgraft.errors import SharingError
 
 CHUNK = 1 << 20
-WAIT = 30.0  # seconds that a server may keep silent
+TIMEOUT = 30.0  # seconds that a server may keep silent
 DEADLINE = 3600.0  # seconds for the whole file
 
 
-def download(address: str, target: Path, limit: int, wait: float = WAIT, deadline: float = DEADLINE) -> None:
+def download(address: str, target: Path, limit: int, timeout: float = TIMEOUT, deadline: float = DEADLINE) -> None:
     """Fetch one file. Whatever goes wrong is a `SharingError` that shows no password and no query."""
     shown = without_secrets(address)
     check_address(address)
     request = urllib.request.Request(address.partition("#")[0], headers={"User-Agent": f"bitgraft/{__version__}"})
     try:
-        with urllib.request.build_opener(_Redirects()).open(request, timeout=wait) as response:
+        with urllib.request.build_opener(_Redirects()).open(request, timeout=timeout) as response:
             _copy(response, target, shown, limit, time.monotonic() + deadline)
     except urllib.error.HTTPError as cause:
         with cause:
-            raise SharingError(f"{shown} was not given: the server says {cause.code} {cause.reason}") from None
+            raise SharingError(f"{shown} was not sent: the server says {cause.code} {cause.reason}") from None
+    except SharingError:
+        raise
     except (OSError, http.client.HTTPException, ValueError) as cause:
-        if isinstance(cause, SharingError):
-            raise
         reason = getattr(cause, "reason", None) or str(cause) or type(cause).__name__
         raise SharingError(f"{shown} could not be fetched ({reason}): check the address, or try again") from None
 
@@ -41,7 +41,7 @@ def check_address(address: str) -> None:
     parts = urlsplit(address)
     if parts.username is not None or parts.password is not None:
         raise SharingError(f"{without_secrets(address)}: an address with a password in it is refused; take it out")
-    if parts.scheme != "https" and not (parts.scheme == "http" and _is_here(parts.hostname or "")):
+    if parts.scheme != "https" and not (parts.scheme == "http" and _is_local(address)):
         raise SharingError(
             f"{without_secrets(address)} is not encrypted, so anybody on the way could change it: use https://"
         )
@@ -50,28 +50,26 @@ def check_address(address: str) -> None:
 def without_secrets(address: str) -> str:
     """The address without user, password, query and fragment, for messages."""
     parts = urlsplit(address)
-    host = parts.netloc.rpartition("@")[2]
-    return SplitResult(parts.scheme, host, parts.path, "", "").geturl()
+    return SplitResult(parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "").geturl()
 
 
-def _is_here(host: str) -> bool:
-    if host == "localhost":
-        return True
+def _is_local(address: str) -> bool:
+    host = urlsplit(address).hostname or ""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows a redirect only to an address that would be taken from a user, too."""
+    """Follows a redirect only to an address that a user could have given, and never from elsewhere to this machine."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
     ) -> Any:
         try:
             check_address(newurl)
-            if _is_here(urlsplit(newurl).hostname or "") and not _is_here(urlsplit(req.full_url).hostname or ""):
+            if _is_local(newurl) and not _is_local(req.full_url):
                 raise SharingError(f"{without_secrets(req.full_url)} points at this machine itself, which is refused")
         except SharingError:
             fp.close()  # nobody else will
@@ -79,13 +77,11 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)  # type: ignore[arg-type]
 
 
-def _copy(response: Any, target: Path, shown: str, limit: int, until: float) -> None:
-    stated = response.headers.get("Content-Length")
-    size = int(stated) if stated is not None and stated.isdecimal() else None
+def _copy(response: http.client.HTTPResponse, target: Path, shown: str, limit: int, until: float) -> None:
+    size, count = response.length, 0  # None where the server does not state it
     too_large = SharingError(f"{shown} is larger than {limit / 1e6:,.0f} MB: raise --max-size if you trust it")
     if size is not None and size > limit:
         raise too_large
-    count = 0
     with target.open("wb") as file:
         while piece := response.read1(CHUNK):
             count += len(piece)
