@@ -5,7 +5,9 @@ from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
+from bitgraft.cli.options import AsJson, Head, Weights
 from bitgraft.cli.output import show, show_json, table
 
 if TYPE_CHECKING:
@@ -19,23 +21,19 @@ Try:
   bitgraft anatomy mypackage.nets:build --example 1,3,64,64 --json"""
 
 
+def _patterns(help: str) -> Any:
+    return Option(metavar="PATTERN", help=f"{help}; repeatable.")
+
+
 def anatomy(
-    name: Annotated[str, typer.Argument(metavar="NAME", help=NAMES)],
-    weights: Annotated[
-        str | None, typer.Option(metavar="SOURCE", help="Weights to load: a file, or package:NAME.")
-    ] = None,
-    head: Annotated[
-        str | None, typer.Option(metavar="LAYER", help="The layer that a task replaces; none for features.")
-    ] = None,
-    transform: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Weights to transform, instead of all; repeatable.")
-    ] = None,
-    skip: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Weights to leave out; repeatable.")] = None,
-    norms: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Norm layers per task, instead of all; repeatable.")
-    ] = None,
-    example: Annotated[str | None, typer.Option(metavar="SHAPE", help="A batch to run, for example 1,3,64,64.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    name: Annotated[str, Argument(metavar="NAME", help=NAMES)],
+    weights: Weights = None,
+    head: Head = None,
+    transform: Annotated[list[str] | None, _patterns("Weights to transform, instead of all")] = None,
+    skip: Annotated[list[str] | None, _patterns("Weights to leave out")] = None,
+    norms: Annotated[list[str] | None, _patterns("Norm layers per task, instead of all")] = None,
+    example: Annotated[str | None, Option(metavar="SHAPE", help="A batch to run, for example 1,3,64,64.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a task changes in a backbone.
 
@@ -49,14 +47,10 @@ def anatomy(
     from bitgraft.backbone.loading import read_backbone
 
     read = read_backbone(name, weights=weights, **reading)
-    if as_json:
-        show_json(plain(name, read))
-    else:
-        _show(name, read)
+    show_json(_plain(name, read)) if as_json else _show(name, read)
 
 
-def plain(name: str, read: "Anatomy") -> dict[str, Any]:
-    """An anatomy as JSON holds it."""
+def _plain(name: str, read: "Anatomy") -> dict[str, Any]:
     return {
         "name": name,
         "head": read.head,
@@ -93,23 +87,18 @@ def _totals(read: "Anatomy") -> dict[str, int]:
 
 
 def _show(name: str, read: "Anatomy") -> None:
+    rows = []
+    for weight in read.weights.values():
+        kind = weight.kind if weight.groups == 1 else f"{weight.kind}, {weight.groups} groups"
+        k0 = "fixed at 1" if weight.scale_free else "learned"
+        rows.append((weight.name, "×".join(map(str, weight.shape)), kind, weight.feeds, k0))
     count = _totals(read)
-    rows = [
-        (
-            w.name,
-            "×".join(map(str, w.shape)),
-            _kind(w.kind, w.groups),
-            w.feeds,
-            "fixed at 1" if w.scale_free else "learned",
-        )
-        for w in read.weights.values()
-    ]
     summary = [
-        ("transformed, about one bit each", f"{count['transformed']:,}", "the weights above"),
-        ("norm layers, a copy per task", f"{count['norms']:,}", grouped(read.norms)),
-        ("head, another per task", f"{count['head']:,}", _head(read)),
-        ("shared untouched", f"{count['shared']:,}", grouped(read.outside)),
-        ("all", f"{count['all']:,}", ""),
+        ("transformed, about one bit each", count["transformed"], "the weights above"),
+        ("norm layers, a copy per task", count["norms"], grouped(read.norms)),
+        ("head, another per task", count["head"], _head(read)),
+        ("shared, unchanged", count["shared"], grouped(read.outside)),
+        ("all", count["all"], ""),
     ]
     show(
         f"{name}: the weights that a task transforms, in the order in which data reaches them",
@@ -119,20 +108,16 @@ def _show(name: str, read: "Anatomy") -> None:
     )
 
 
-def _kind(kind: str, groups: int) -> str:
-    return kind if groups == 1 else f"{kind}, {groups} groups"
-
-
 def _head(read: "Anatomy") -> str:
     if read.head is not None:
         return f"{read.head} ({read.features} features)" if read.features else read.head
     if read.head_known:
         return f"none: the backbone gives {read.features or ''} features".replace("  ", " ")
-    return "cannot be told: say --head LAYER, or --head none for features"
+    return "unknown: give --head LAYER, or --head none for features"
 
 
 def grouped(names: Any) -> str:
-    """Names that differ in numbers alone as one pattern, with their count."""
+    """Names that differ only in numbers as one pattern, with their count."""
     patterns = Counter(re.sub(r"\d+", "*", name) for name in names)
     first = {re.sub(r"\d+", "*", name): name for name in names}
     return ", ".join(f"{p} ({n})" if n > 1 else first[p] for p, n in patterns.items()) or "none"
@@ -146,5 +131,5 @@ def _shape(text: str | None) -> tuple[int, ...] | None:
     except ValueError:
         shape = ()
     if not shape or min(shape) < 1:
-        raise typer.BadParameter(f"{text!r} is no shape: give whole numbers with commas between, as in 1,3,64,64")
+        raise typer.BadParameter(f"--example {text}: give whole numbers with commas, as in 1,3,64,64")
     return shape

@@ -1,11 +1,12 @@
-"""`bitgraft data`: is there what a suite needs?"""
+"""`bitgraft data`: whether the data sets of a suite are there."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import typer
 
-from bitgraft.cli.names import AsJson
+from bitgraft.cli.options import AsJson, Root, Suite
+from bitgraft.cli.output import FAILURE, show_json
 
 TRY = """\b
 Try:
@@ -21,42 +22,35 @@ def data() -> None:
 
 
 @app.command(epilog=TRY)
-def check(
-    suite: Annotated[str, typer.Argument(metavar="SUITE", help="One of ours, or a .toml file.")],
-    root: Annotated[Path, typer.Option(metavar="DIR", help="Where the data sets lie.")] = Path(),
-    as_json: AsJson = False,
-) -> None:
-    """Say of each data set whether it is there and as the suite says: images of each split, classes, checksums.
+def check(suite: Suite, root: Root = Path(), as_json: AsJson = False) -> None:
+    """Check each data set of a suite: images of each split, classes, checksums.
 
-    Of one that is not: what is wrong, where it comes from and which files are read. Exit code 1 where something is
-    missing.
+    For one that is missing or different: what is wrong, where it comes from and which files are read. The exit code is
+    then 1.
     """
-    from bitgraft.cli.output import show_json
     from bitgraft.paper.bench.check import check_suite, layout, unchecked
     from bitgraft.paper.bench.reading import load_suite
 
     held = load_suite(suite)
     found = {name: list(faults) for name, faults in check_suite(held, root)}
+    report: dict[str, dict[str, Any]] = {
+        dataset.name: {
+            "ready": not found[dataset.name],
+            "faults": found[dataset.name],
+            "layout": layout(dataset),
+            "source": dataset.source,
+            "unchecked": unchecked(dataset, root),
+        }
+        for dataset in held.datasets
+    }
     if as_json:
-        show_json(
-            {
-                dataset.name: {
-                    "ready": not found[dataset.name],
-                    "faults": found[dataset.name],
-                    "layout": layout(dataset),
-                    "source": dataset.source,
-                    "unchecked": unchecked(dataset, root),
-                }
-                for dataset in held.datasets
-            }
-        )
-    else:
-        for dataset in held.datasets:
-            faults, gone = found[dataset.name], unchecked(dataset, root)
-            ready = f"ready; not here to be checked: {', '.join(gone)}" if gone else "ready"
-            typer.echo(f"{dataset.name:16}{faults[0] if faults else ready}")
-            more = [f"from: {dataset.source}" if dataset.source else "", f"read as: {layout(dataset)}"]
-            for line in [*faults[1:], *filter(None, more)] if faults else ():
-                typer.echo(f"{'':16}{line}")
+        show_json(report)
+    for name, said in report.items() if not as_json else ():
+        lines = ["ready" + (f"; not here to be checked: {', '.join(said['unchecked'])}" if said["unchecked"] else "")]
+        if said["faults"]:
+            source = [f"from: {said['source']}"] if said["source"] else []
+            lines = [*said["faults"], *source, f"read as: {said['layout']}"]
+        for number, line in enumerate(lines):
+            typer.echo(f"{'' if number else name:16}{line}")
     if any(found.values()):
-        raise typer.Exit(1)
+        raise typer.Exit(FAILURE)

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
+from bitgraft.cli.options import AsJson
 from bitgraft.cli.output import megabytes, show, show_json, table
 
 if TYPE_CHECKING:
-    from bitgraft.format.inspect import Inspection, Layer, Spread
+    from bitgraft.format.inspect import Inspection, Spread
 
 TRY = """\b
 Try:
@@ -19,32 +21,36 @@ Try:
 
 HEADS = {
     "classes": "a classifier in place of the backbone's",
-    "linear": "a linear layer behind the backbone",
+    "linear": "a linear layer after the backbone",
     "module": "a module of the user's",
     "keep": "the backbone's own",
-    "none": "none, features come out",
+    "none": "none: the task gives features",
 }
 
 
 def inspect(
-    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Task files. Their backbones are not needed.")],
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
-    figure: Annotated[
-        str | None, typer.Option(metavar="OUT", help="Draw into this .png, .svg or .pdf in place of showing tables.")
-    ] = None,
+    files: Annotated[list[str], Argument(metavar="FILE...", help="Task files. Their backbones are not needed.")],
+    as_json: AsJson = False,
+    figure: Annotated[str | None, Option(metavar="OUT", help="Draw into this .png, .svg or .pdf instead.")] = None,
 ) -> None:
     """Show what is in task files.
 
     The method, classes and size of a task, bits per weight, and the share of ones and k of each layer. The figure is
     the paper's last one: ones by depth of layer, and k1, k2 and k3; several tasks and backbones side by side.
     """
-    if figure is not None:
-        _check(figure)
+    from bitgraft.errors import FigureError
     from bitgraft.format.inspect import inspect_file
 
+    if figure is not None:
+        from bitgraft.paper.figures import check_path, parameter_analysis, save
+
+        try:
+            check_path(figure)
+        except FigureError as error:
+            raise typer.BadParameter(str(error), param_hint="--figure") from error
     found = [inspect_file(file) for file in files]
     if figure is not None:
-        _draw(found, files, figure)
+        save(parameter_analysis(found, _backbones(files)), figure)
     if as_json:
         plain = [task.plain() for task in found]
         show_json(plain if len(plain) > 1 else plain[0])
@@ -54,24 +60,8 @@ def inspect(
         print(f"wrote {figure}")
 
 
-def _check(figure: str) -> None:
-    from bitgraft.errors import FigureError
-    from bitgraft.paper.figures import check_path
-
-    try:
-        check_path(figure)
-    except FigureError as error:
-        raise typer.BadParameter(str(error), param_hint="--figure") from error
-
-
-def _draw(found: Sequence["Inspection"], files: Sequence[str], figure: str) -> None:
-    from bitgraft.paper.figures import parameter_analysis, save
-
-    save(parameter_analysis(found, _backbones(files)), figure)
-
-
 def _backbones(files: Sequence[str]) -> dict[str, str]:
-    """The names of backbones by fingerprint, as the stores say them that files lie in."""
+    """Names of backbones by fingerprint, from the stores that the files are in."""
     from bitgraft.store import Store
 
     folders = {Path(file).parent for file in files}
@@ -82,12 +72,14 @@ def _backbones(files: Sequence[str]) -> dict[str, str]:
 def _parts(found: "Inspection") -> list[Any]:
     parts: list[Any] = [table(["task", found.archive.metadata.name], _facts(found))]
     if found.layers:
-        parts += [table(*_layers(found)), "Layers are listed in the order in which data reaches them."]
+        parts += [_layers(found), "Layers are listed in the order in which data reaches them."]
     return parts
 
 
 def _facts(found: "Inspection") -> list[tuple[str, str]]:
     metadata, metrics = found.archive.metadata, found.archive.metrics
+    records = {name: record for name, record in metrics.items() if isinstance(record, Mapping)}  # last, best, test
+    rest = {name: value for name, value in metrics.items() if name not in records and value is not None}
     by_kind = ", ".join(f"{kind} {megabytes(size)}" for kind, size in found.bytes.items() if size)
     facts = [
         ("method", metadata.method),
@@ -95,7 +87,8 @@ def _facts(found: "Inspection") -> list[tuple[str, str]]:
         ("head", HEADS[metadata.head]),
         ("classes", _classes(metadata.classes)),
         ("preprocessing", _pairs(metadata.preprocessing)),
-        *_metrics(metrics),
+        ("metrics", _pairs(rest)),
+        *((f"metrics, {name}", _pairs(record)) for name, record in records.items()),
         ("backbone fingerprint", found.archive.backbone),
         ("builds on", ", ".join(metadata.leans_on)),
         ("size", f"{megabytes(found.size)}: {by_kind}"),
@@ -103,32 +96,24 @@ def _facts(found: "Inspection") -> list[tuple[str, str]]:
     if found.bits_per_weight is not None:
         facts += [
             ("weights under masks", f"{found.weights:,}"),
-            ("bits per weight", f"{found.bits_per_weight:.3f}, head apart"),
+            ("bits per weight", f"{found.bits_per_weight:.3f}, without the head"),
             ("share of ones", f"{found.density:.3f}"),
         ]
     return [(name, value) for name, value in facts if value]
 
 
-def _metrics(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A row for each record that training left (last, best, test), and one for what else is there."""
-    records = {name: record for name, record in metrics.items() if isinstance(record, Mapping)}
-    rest = {name: value for name, value in metrics.items() if name not in records and value is not None}
-    return [("metrics", _pairs(rest)), *((f"metrics, {name}", _pairs(record)) for name, record in records.items())]
-
-
-def _layers(found: "Inspection") -> tuple[list[str], list[list[str]]]:
-    """Headings and rows, without columns that say nothing for this method."""
+def _layers(found: "Inspection") -> Any:
+    """Without the columns that are empty for this method."""
     masks = any(layer.weights for layer in found.layers)
     ks = max(len(layer.k) for layer in found.layers)
     values = any(layer.values for layer in found.layers)
     heads = ["layer", *["weights>", "ones>"] * masks, *[f"k{i}>" for i in range(ks)], *["values>"] * values]
-    return heads, [_row(layer, masks, ks, values) for layer in found.layers]
-
-
-def _row(layer: "Layer", masks: bool, ks: int, values: bool) -> list[str]:
-    share = "" if layer.density is None else f"{layer.density:.3f}"
-    k = [_k(layer.k[i]) if i < len(layer.k) else "" for i in range(ks)]
-    return [layer.name, *[f"{layer.weights:,}", share] * masks, *k, *[f"{layer.values:,}"] * values]
+    rows: list[list[Any]] = []
+    for layer in found.layers:
+        share = "" if layer.density is None else f"{layer.density:.3f}"
+        k = [_k(layer.k[i]) if i < len(layer.k) else "" for i in range(ks)]
+        rows.append([layer.name, *[layer.weights, share][: 2 * masks], *k, *[layer.values] * values])
+    return table(heads, rows)
 
 
 def _k(k: "Spread") -> str:

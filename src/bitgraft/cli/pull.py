@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
-from bitgraft.cli.names import STORE, AsJson, StoreFolder
+from bitgraft.cli.options import STORE, AsJson, Overwrite, StoreFolder, Weights
 from bitgraft.cli.output import megabytes, show, show_json
 
 if TYPE_CHECKING:
@@ -20,33 +21,29 @@ Try:
 
 
 def pull(
-    source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="hf:OWNER/NAME[@REVISION], https://..., a folder or a file.")
-    ],
-    task: Annotated[str | None, typer.Option(metavar="NAME", help="Which one, where there are several.")] = None,
+    source: Annotated[str, Argument(metavar="SOURCE", help="hf:OWNER/NAME[@REVISION], https://..., a folder or file.")],
+    task: Annotated[str | None, Option(metavar="NAME", help="Which one, if there are several.")] = None,
     store: StoreFolder = STORE,
-    name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="What to call it here.")] = None,
-    sha256: Annotated[str | None, typer.Option(metavar="DIGEST", help="What the file must have.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Even if the task is there.")] = False,
-    max_size: Annotated[int, typer.Option(min=1, metavar="MB", help="Refuse what is larger.")] = 2000,
-    backbone: Annotated[
-        str | None, typer.Option(metavar="NAME", help="To begin a store with, if there is none.")
-    ] = None,
-    weights: Annotated[str | None, typer.Option(metavar="FILE", help="That backbone's.")] = None,
-    no_pretrained: Annotated[bool, typer.Option("--no-pretrained", help="That backbone has random weights.")] = False,
+    name: Annotated[str | None, Option("--as", metavar="NAME", help="What to call it here.")] = None,
+    sha256: Annotated[str | None, Option(metavar="DIGEST", help="The digest that the file must have.")] = None,
+    overwrite: Overwrite = False,
+    max_size: Annotated[int, Option(min=1, metavar="MB", help="Refuse larger files.")] = 2000,
+    backbone: Annotated[str | None, Option(metavar="NAME", help="The backbone of a new store.")] = None,
+    weights: Weights = None,
+    no_pretrained: Annotated[bool, Option("--no-pretrained", help="The backbone has random weights.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Bring a task file into the store, checked first.
+    """Fetch a task file, check it and add it to the store.
 
-    It must be whole (checksum), of a format that this bitgraft knows, and made on the store's backbone (fingerprint).
-    A file that is not leaves the store as it was.
+    It must be whole (checksum), of a format that this bitgraft knows, and made for the store's backbone (fingerprint).
+    Otherwise the store stays as it was.
     """
     from bitgraft.sharing.pulling import enter, fetch
     from bitgraft.store import Backbone, Store
 
     new = not Store.exists(store) and backbone is not None
     if not new and (weights or no_pretrained):
-        raise typer.BadParameter("--weights and --no-pretrained say what a new store begins with: add --backbone")
+        raise typer.BadParameter("--weights and --no-pretrained are for a new store: add --backbone")
     if not new:
         Store(store)
     fetched = fetch(source, task, sha256=sha256, limit=max_size * 1_000_000)
@@ -61,7 +58,7 @@ def pull(
 
 
 def _begin(folder: str, backbone: "Backbone", fetched: "Fetched") -> "Store":
-    """A new store, if the task belongs to this backbone."""
+    """A new store, if the task was made for this backbone."""
     from bitgraft.errors import WrongBackboneError
     from bitgraft.network import Network
     from bitgraft.store import Store
