@@ -29,7 +29,7 @@ def test_every_command_has_a_section_with_what_it_prints():
 
 
 def lines_to_paste(page):
-    """What k2_scaled_by_r `bitgraft` at the beginning of a command in a block, without remarks."""
+    """What follows `bitgraft` at the beginning of a command in a block, without remarks."""
     for line in page.read_text(encoding="utf-8").splitlines():
         if re.match(r"\$ |    ", line):
             for part in line.removeprefix("$").split("&&"):

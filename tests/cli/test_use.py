@@ -63,7 +63,7 @@ def test_eval_matches_classes_by_name(run, trained, tmp_path):
         (tmp_path / "fewer" / part / "green").rename(tmp_path / "fewer" / part / "olive")
     code, _, err = run("eval", str(tmp_path / "fewer"), "--task", "colours")
     assert code == 1
-    assert "1 of the 2 classes in the data are not task 'colours''s: olive; it knows blue, green, red" in err
+    assert "task 'colours' does not know 1 of the 2 classes in the data: olive; it knows blue, green, red" in err
 
 
 def test_eval_without_such_images(run, tmp_path):
@@ -123,8 +123,8 @@ def test_predict_answers_the_rest_when_one_cannot_be_read(run, tmp_path):
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
-        (("predict", SHOT), 2, "say --task NAME or --all-tasks; the store has colours, hues"),
-        (("predict", SHOT, "--task", "hues", "--all-tasks"), 2, "exclude one another"),
+        (("predict", SHOT), 2, "give --task NAME or --all-tasks; the store has colours, hues"),
+        (("predict", SHOT, "--task", "hues", "--all-tasks"), 2, "exclude each other"),
         (("predict", SHOT, "--task", "shapes"), 1, "has no task 'shapes'; it has colours, hues"),
         (("predict", SHOT, "--task", "hues", "--top", "0"), 2, "top"),
         (("predict", SHOT, "--task", "hues", "--store", "nowhere"), 1, "there is no store at nowhere"),
@@ -145,7 +145,7 @@ def test_a_wrong_command_is_one_sentence(run, args, code, said):
 def test_tasks_lists_what_is_there_and_what_is_broken(run, trained):
     code, out, _ = run("tasks")
     assert code == 0
-    assert "3 separate networks, the backbone's own among them" in out
+    assert "3 separate networks, including the backbone's own" in out
     rows = {row["name"]: row for row in json.loads(run("tasks", "--json")[1])["tasks"]}
     assert rows["hues"]["method"] == "full"
     assert rows["hues"]["classes"] == 3
@@ -213,7 +213,7 @@ def test_demo_goes_to_the_demo(run, monkeypatch):
 
 
 def test_the_shell_completes_names_of_tasks(run):
-    from bitgraft.cli.names import complete_tasks
+    from bitgraft.cli.options import complete_tasks
 
     context = type("Context", (), {"params": {"store": "bitgraft-store"}})
     assert complete_tasks(context, "") == ["colours", "hues"]

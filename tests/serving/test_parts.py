@@ -2,6 +2,7 @@
 
 import io
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import pytest
@@ -35,6 +36,10 @@ def recording(turns: list, **bounds: int) -> Scheduler:
     return Scheduler(note, wait=0.0, **bounds)
 
 
+def submit(scheduler: Scheduler, task: str, values: Sequence) -> list[Future]:
+    return scheduler.submit({task: values})[task]
+
+
 def results(futures: list[Future]) -> list:
     return [future.result(60) for future in futures]
 
@@ -42,7 +47,7 @@ def results(futures: list[Future]) -> list:
 def test_what_arrives_together_is_one_batch_and_every_item_gets_its_own_result():
     turns: list = []
     scheduler = recording(turns, batch=8, queue=99, total=99)
-    asked = [scheduler.submit("a", [number]) for number in range(5)]
+    asked = [submit(scheduler, "a", [number]) for number in range(5)]
     scheduler.start()
     assert [results(futures) for futures in asked] == [[0], [2], [4], [6], [8]]
     assert turns == [("a", [0, 1, 2, 3, 4])]
@@ -52,9 +57,9 @@ def test_what_arrives_together_is_one_batch_and_every_item_gets_its_own_result()
 def test_a_busy_task_costs_the_others_one_batch():
     turns: list = []
     scheduler = recording(turns, batch=4, queue=99, total=999)
-    scheduler.submit("busy", range(20))
-    scheduler.submit("quiet", [1])
-    scheduler.submit("other", range(5))
+    submit(scheduler, "busy", range(20))
+    submit(scheduler, "quiet", [1])
+    submit(scheduler, "other", range(5))
     scheduler.start()
     scheduler.close()
     assert [key for key, _ in turns] == ["busy", "quiet", "other", "busy", "other", "busy", "busy", "busy"]
@@ -69,7 +74,7 @@ def test_every_item_runs_once_in_order_and_no_batch_is_too_large(asked, most):
     for number, (key, count) in enumerate(asked):
         values = [100 * number + item for item in range(count)]
         wanted.setdefault(key, []).extend(values)
-        scheduler.submit(key, values)
+        submit(scheduler, key, values)
     scheduler.start()
     scheduler.close()
     ran: dict = {}
@@ -81,15 +86,27 @@ def test_every_item_runs_once_in_order_and_no_batch_is_too_large(asked, most):
 
 def test_full_queues_refuse_all_of_a_request_or_none_and_say_when_to_come_back():
     scheduler = recording([], batch=4, queue=4, total=6)
-    scheduler.submit("a", range(3))
+    submit(scheduler, "a", range(3))
     with pytest.raises(Refusal, match="waiting for task 'a'") as crowded:
-        scheduler.submit("a", range(2))
+        submit(scheduler, "a", range(2))
     assert (crowded.value.status, scheduler.waiting) == (429, 3)
-    scheduler.submit("b", range(3))
+    submit(scheduler, "b", range(3))
     with pytest.raises(Refusal, match="try later") as full:
-        scheduler.submit("c", [1])
+        submit(scheduler, "c", [1])
     assert full.value.status == 503
     assert full.value.retry_after >= 1
+
+
+def test_values_of_several_tasks_are_queued_together_or_not_at_all():
+    turns: list = []
+    scheduler = recording(turns, batch=4, queue=2, total=9)
+    submit(scheduler, "b", [1, 2])
+    with pytest.raises(Refusal, match="waiting for task 'b'"):
+        scheduler.submit({"a": [3], "b": [4]})
+    assert scheduler.waiting == 2
+    scheduler.start()
+    scheduler.close()
+    assert turns == [("b", [1, 2])]
 
 
 def test_a_batch_that_fails_fails_alone():
@@ -100,7 +117,7 @@ def test_a_batch_that_fails_fails_alone():
 
     scheduler = Scheduler(run_or_fail, batch=4, wait=0.0, queue=9, total=9)
     scheduler.start()
-    (bad,), (good,) = scheduler.submit("bad", [1]), scheduler.submit("good", [2])
+    (bad,), (good,) = submit(scheduler, "bad", [1]), submit(scheduler, "good", [2])
     with pytest.raises(ValueError, match="no"):
         bad.result(60)
     assert good.result(60) == 2
@@ -117,7 +134,7 @@ def test_closing_finishes_what_waits_and_takes_nothing_more():
 
     scheduler = Scheduler(slow, batch=1, wait=0.0, queue=9, total=9)
     scheduler.start()
-    futures = scheduler.submit("a", [1, 2, 3])
+    futures = submit(scheduler, "a", [1, 2, 3])
     assert begun.wait(60)
     closing = threading.Thread(target=scheduler.close)
     closing.start()
@@ -125,15 +142,15 @@ def test_closing_finishes_what_waits_and_takes_nothing_more():
     closing.join(60)
     assert results(futures) == [1, 2, 3]
     with pytest.raises(Refusal, match="shutting down"):
-        scheduler.submit("a", [4])
+        submit(scheduler, "a", [4])
 
 
 def test_what_is_taken_back_is_not_run():
     turns: list = []
     scheduler = recording(turns, batch=4, queue=9, total=9)
-    for future in scheduler.submit("a", [1, 2]):
+    for future in submit(scheduler, "a", [1, 2]):
         assert future.cancel()
-    scheduler.submit("b", [3])
+    submit(scheduler, "b", [3])
     scheduler.start()
     scheduler.close()
     assert turns == [("b", [3])]

@@ -8,14 +8,13 @@ import typer
 from typer import Argument, Option
 
 from bitgraft.cli.options import AsJson, Head, Weights
-from bitgraft.cli.output import show, show_json, table
+from bitgraft.cli.output import show, table
 
 if TYPE_CHECKING:
     from bitgraft.backbone.anatomy import Anatomy
 
 NAMES = "timm's name, wrn-DEPTH-WIDTH, resnet26, or package.module:function."
-TRY = """\b
-Try:
+TRY = """
   bitgraft anatomy resnet50
   bitgraft anatomy vit_base_patch16_224 --skip "patch_embed.*"
   bitgraft anatomy mypackage.nets:build --example 1,3,64,64 --json"""
@@ -47,7 +46,7 @@ def anatomy(
     from bitgraft.backbone.loading import read_backbone
 
     read = read_backbone(name, weights=weights, **reading)
-    show_json(_plain(name, read)) if as_json else _show(name, read)
+    show(as_json, _plain(name, read), *_parts(name, read))
 
 
 def _plain(name: str, read: "Anatomy") -> dict[str, Any]:
@@ -57,14 +56,8 @@ def _plain(name: str, read: "Anatomy") -> dict[str, Any]:
         "head_known": read.head_known,
         "features": read.features,
         "weights": [
-            {
-                "name": weight.name,
-                "shape": list(weight.shape),
-                "kind": weight.kind,
-                "groups": weight.groups,
-                "feeds": weight.feeds,
-                "k0": "fixed" if weight.scale_free else "learned",
-            }
+            {field: getattr(weight, field) for field in ("name", "shape", "kind", "groups", "feeds")}
+            | {"k0": "fixed" if weight.scale_free else "learned"}
             for weight in read.weights.values()
         ],
         "norms": {norm: list(names) for norm, names in read.norms.items()},
@@ -86,7 +79,7 @@ def _totals(read: "Anatomy") -> dict[str, int]:
     return {**counts, "all": sum(parameters.values())}
 
 
-def _show(name: str, read: "Anatomy") -> None:
+def _parts(name: str, read: "Anatomy") -> list[Any]:
     rows = []
     for weight in read.weights.values():
         kind = weight.kind if weight.groups == 1 else f"{weight.kind}, {weight.groups} groups"
@@ -100,12 +93,12 @@ def _show(name: str, read: "Anatomy") -> None:
         ("shared, unchanged", count["shared"], grouped(read.outside)),
         ("all", count["all"], ""),
     ]
-    show(
+    return [
         f"{name}: the weights that a task transforms, in the order in which data reaches them",
         table(["weight", "shape>", "kind", "feeds norm", "k0"], rows),
         table(["parameters", "count>", "which"], summary),
         f"What tasks cost: bitgraft params {name}",
-    )
+    ]
 
 
 def _head(read: "Anatomy") -> str:
@@ -126,10 +119,6 @@ def grouped(names: Any) -> str:
 def _shape(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
-    try:
-        shape = tuple(int(size) for size in text.split(","))
-    except ValueError:
-        shape = ()
-    if not shape or min(shape) < 1:
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
         raise typer.BadParameter(f"--example {text}: give whole numbers with commas, as in 1,3,64,64")
-    return shape
+    return tuple(map(int, text.split(",")))

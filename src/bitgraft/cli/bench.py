@@ -2,19 +2,15 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Option
 
 from bitgraft.cli.options import AsJson, Pretrained, Root, Suite, Weights, Workers
-from bitgraft.cli.output import FAILURE, show_json
+from bitgraft.cli.output import FAILURE, show
 
-if TYPE_CHECKING:
-    from bitgraft.paper.bench.runner import Board
-
-TRY = """\b
-Try:
+TRY = """
   bitgraft bench decathlon --root data --rows full,finetune --seeds 0,1,2 --runs runs/decathlon
   bitgraft bench my-suite.toml --root data --jobs 2
   bitgraft bench decathlon --root data --rows full --train-on-val --submission results.json
@@ -52,7 +48,10 @@ def bench(
     from bitgraft.paper.bench import suite as suites
 
     if known:
-        _list(as_json)
+        held = {name: reading.load_suite(name) for name in reading.built_in()}
+        data = {name: {"title": one.title, "rows": [row.row for row in one.rows]} for name, one in held.items()}
+        lines = [f"{name:24}{s.title}: {len(s.datasets)} data sets, {len(s.rows)} rows" for name, s in held.items()]
+        show(as_json, data, "\n".join(lines))
         return
     if not suite:
         raise typer.BadParameter(f"name a suite: one of {', '.join(reading.built_in())}, or a .toml file")
@@ -67,7 +66,10 @@ def bench(
     if submission is not None and len(chosen.rows) != 1:
         raise typer.BadParameter("--submission is for one row: name it with --rows")
     if plan:
-        _plan(runner.plan(chosen, folder), as_json)
+        board = runner.plan(chosen, folder)
+        done, left = [str(cell) for cell in board.done], [str(cell) for cell in board.left]
+        text = "\n  ".join([f"{len(done)} runs are done, {len(left)} are left", *left])
+        show(as_json, {"done": done, "left": left}, text)
         return
 
     from bitgraft.cli.board import Progress
@@ -80,8 +82,7 @@ def bench(
     with Progress(folder, quiet=as_json) as progress:
         board = runner.run(chosen, place, pool, [progress])
     failed = {str(ended.cell): ended.fault for ended in board.failed}
-    if as_json:
-        show_json({"done": len(board.done), "failed": failed, "runs": str(folder)})
+    show(as_json, {"done": len(board.done), "failed": failed, "runs": str(folder)})
     for cell, fault in failed.items():
         typer.echo(f"error: {cell}: {fault}", err=True)
     if board.left:
@@ -91,25 +92,6 @@ def bench(
     if submission is not None:
         count = write_submission(chosen, root, folder, submission)
         typer.echo(f"{count:,} answers in {submission}", err=True)
-
-
-def _list(as_json: bool) -> None:
-    from bitgraft.paper.bench.reading import built_in, load_suite
-
-    known = {name: load_suite(name) for name in built_in()}
-    if as_json:
-        show_json({name: {"title": s.title, "rows": [r.row for r in s.rows]} for name, s in known.items()})
-    else:
-        for name, held in known.items():
-            typer.echo(f"{name:24}{held.title}: {len(held.datasets)} data sets, {len(held.rows)} rows")
-
-
-def _plan(board: "Board", as_json: bool) -> None:
-    if as_json:
-        show_json({"done": [str(cell) for cell in board.done], "left": [str(cell) for cell in board.left]})
-    else:
-        typer.echo(f"{len(board.done)} runs are done, {len(board.left)} are left")
-        typer.echo("".join(f"  {cell}\n" for cell in board.left), nl=False)
 
 
 def _words(text: str | None) -> list[str]:

@@ -1,36 +1,16 @@
 """`bitgraft compress`: a fine-tuned copy of the network becomes a task of about one bit per weight."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
 
-from bitgraft.cli.options import (
-    STORE,
-    AsJson,
-    Batch,
-    MethodOptions,
-    Overwrite,
-    Pretrained,
-    Resize,
-    Seed,
-    Size,
-    StoreFolder,
-    Weights,
-    Workers,
-    asked_backbone,
-    by_role,
-    method_options,
-)
-from bitgraft.cli.output import megabytes, percent, show, show_json
+from bitgraft.cli import options as opt
+from bitgraft.cli.output import megabytes, percent, show
 from bitgraft.training.callbacks import Callback
 
-if TYPE_CHECKING:
-    from bitgraft.workflows.compress_task import CompressResult
-
-TRY = """\b
-Try:
+TRY = """
   bitgraft compress finetuned.safetensors --backbone resnet50 --task flowers
   bitgraft compress finetuned.pth --task flowers --classes names.txt --eval photos
   bitgraft compress other-store/flowers --task flowers --option per=channel
@@ -46,23 +26,23 @@ def compress(
     finetuned: Annotated[str, Argument(metavar="FINETUNED", help=FINETUNED, show_default=False)],
     task: Annotated[str, Option(metavar="NAME", help="What to call the task.")],
     backbone: Annotated[str | None, Option(metavar="NAME", help=BACKBONE)] = None,
-    weights: Weights = None,
-    pretrained: Pretrained = True,
-    store: StoreFolder = STORE,
+    weights: opt.Weights = None,
+    pretrained: opt.Pretrained = True,
+    store: opt.StoreFolder = opt.STORE,
     classes: Annotated[str | None, Option(metavar="FILE|NAMES", help=CLASSES)] = None,
     evaluate: Annotated[str | None, Option("--eval", metavar="DATA", help="Measure accuracy before and after.")] = None,
     calibrate: Annotated[str | None, Option(metavar="DATA", help=CALIBRATE)] = None,
     masks: Annotated[bool, Option("--masks", help="With --calibrate: train the masks, too.")] = False,
     steps: Annotated[int | None, Option(min=1, help="Of calibration.")] = None,
-    batch: Batch = None,
+    batch: opt.Batch = None,
     rate: Annotated[list[str] | None, Option(metavar="[ROLE=]VALUE", help=RATE)] = None,
-    seed: Seed = None,
-    size: Size = None,
-    resize: Resize = None,
-    option: MethodOptions = None,
-    overwrite: Overwrite = False,
-    workers: Workers = 0,
-    as_json: AsJson = False,
+    seed: opt.Seed = None,
+    size: opt.Size = None,
+    resize: opt.Resize = None,
+    option: opt.MethodOptions = None,
+    overwrite: opt.Overwrite = False,
+    workers: opt.Workers = 0,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Make a task from a fine-tuned copy of the network, without its data.
 
@@ -73,9 +53,10 @@ def compress(
         raise typer.BadParameter("--calibrate also measures accuracy: leave out --eval")
     if calibrate is None and (masks or steps or batch or rate):
         raise typer.BadParameter("--masks, --steps, --batch and --rate are for calibration: add --calibrate DATA")
-    options, rates = method_options("full", option), by_role(rate, "--rate")
+    options, rates = opt.method_options("full", option), opt.by_role(rate, "--rate")
 
     from bitgraft.compression.distil import CALIBRATION
+    from bitgraft.format.inspect import inspect_file
     from bitgraft.workflows.compress_task import Job, run
 
     changes = {"steps": steps, "batch": batch, "seed": seed, "size": size, "resize": resize}
@@ -92,10 +73,25 @@ def compress(
         workers=workers,
         overwrite=overwrite,
     )
-    chosen = asked_backbone(store, backbone, weights, pretrained, "name what was fine-tuned with --backbone")
+    chosen = opt.asked_backbone(store, backbone, weights, pretrained, "name what was fine-tuned with --backbone")
     done = run(store, chosen, job, callbacks=[] if as_json else [_Distance()])
-    report = _report(done)
-    show_json(report) if as_json else _show(report)
+    found, made = inspect_file(done.path), done.made
+    report = {
+        "task": task,
+        "file": str(done.path),
+        "classes": list(made.task.classes or ()),
+        "bytes": found.size,
+        "bytes_by_kind": found.bytes,
+        "finetuned_bytes": done.finetuned_bytes,
+        "weights": found.weights,
+        "kept": made.kept,
+        "cosine": made.cosine,
+        "measured_on": done.measured_on,
+        "accuracy": made.accuracy,
+        "history": made.history,
+        "notes": done.notes,
+    }
+    show(as_json, report, "\n".join(_lines(report)))
 
 
 def _names(given: str | None) -> list[str] | None:
@@ -117,28 +113,7 @@ class _Distance(Callback):
         print(f"epoch {record['epoch']}/{self.epochs}  distance {record['train_loss']:.4f}", flush=True)
 
 
-def _report(done: "CompressResult") -> dict[str, Any]:
-    from bitgraft.format.inspect import inspect_file
-
-    found, made = inspect_file(done.path), done.made
-    return {
-        "task": made.task.name,
-        "file": str(done.path),
-        "classes": list(made.task.classes or ()),
-        "bytes": found.size,
-        "bytes_by_kind": found.bytes,
-        "finetuned_bytes": done.finetuned_bytes,
-        "weights": found.weights,
-        "kept": made.kept,
-        "cosine": made.cosine,
-        "measured_on": done.measured_on,
-        "accuracy": made.accuracy,
-        "history": made.history,
-        "notes": done.notes,
-    }
-
-
-def _show(report: dict[str, Any]) -> None:
+def _lines(report: dict[str, Any]) -> list[str]:
     lines = [f"note: {note}" for note in report["notes"]]
     lines.append(f"{percent(report['kept'])} of what fine-tuning changed in {report['weights']:,} weights is kept")
     if report["accuracy"]:
@@ -149,4 +124,4 @@ def _show(report: dict[str, Any]) -> None:
         f"wrote {report['file']}, {megabytes(report['bytes'])}: 1/{report['finetuned_bytes'] / report['bytes']:.0f} of "
         f"the copy's {megabytes(report['finetuned_bytes'])} (its masks and k 1/{4 * report['weights'] / masked:.0f})"
     )
-    show("\n".join(lines))
+    return lines

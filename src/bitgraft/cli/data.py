@@ -6,10 +6,9 @@ from typing import Any
 import typer
 
 from bitgraft.cli.options import AsJson, Root, Suite
-from bitgraft.cli.output import FAILURE, show_json
+from bitgraft.cli.output import FAILURE, show
 
-TRY = """\b
-Try:
+TRY = """
   bitgraft data check decathlon --root data
   bitgraft data check my-suite.toml --root data --json"""
 
@@ -21,7 +20,7 @@ def data() -> None:
     """The data sets of a suite."""
 
 
-@app.command(epilog=TRY)
+@app.command(epilog="\b\nTry:" + TRY)
 def check(suite: Suite, root: Root = Path(), as_json: AsJson = False) -> None:
     """Check each data set of a suite: images of each split, classes, checksums.
 
@@ -43,14 +42,12 @@ def check(suite: Suite, root: Root = Path(), as_json: AsJson = False) -> None:
         }
         for dataset in held.datasets
     }
-    if as_json:
-        show_json(report)
-    for name, said in report.items() if not as_json else ():
-        lines = ["ready" + (f"; not here to be checked: {', '.join(said['unchecked'])}" if said["unchecked"] else "")]
-        if said["faults"]:
-            source = [f"from: {said['source']}"] if said["source"] else []
-            lines = [*said["faults"], *source, f"read as: {said['layout']}"]
-        for number, line in enumerate(lines):
-            typer.echo(f"{'' if number else name:16}{line}")
+    lines = []
+    for name, said in report.items():
+        ready = "ready" + (f"; not here to be checked: {', '.join(said['unchecked'])}" if said["unchecked"] else "")
+        about = [f"from: {said['source']}"] if said["source"] else []
+        told = [*said["faults"], *about, f"read as: {said['layout']}"] if said["faults"] else [ready]
+        lines += [f"{'' if number else name:16}{line}" for number, line in enumerate(told)]
+    show(as_json, report, "\n".join(lines))
     if any(found.values()):
         raise typer.Exit(FAILURE)

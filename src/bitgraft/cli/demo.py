@@ -8,8 +8,7 @@ from typer import Option
 
 from bitgraft.cli.output import console
 
-TRY = """\b
-Try:
+TRY = """
   bitgraft demo
   bitgraft demo --folder my-demo"""
 

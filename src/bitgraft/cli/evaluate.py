@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typer import Argument, Option
 
 from bitgraft.cli.options import STORE, AsJson, StoreFolder, TaskName, Workers, network_with
-from bitgraft.cli.output import percent, show, show_json, table
+from bitgraft.cli.output import percent, show, table
 
 if TYPE_CHECKING:
     from bitgraft.data.images import Images, Splits
     from bitgraft.network import Network
 
-TRY = """\b
-Try:
+TRY = """
   bitgraft eval photos --task flowers
   bitgraft eval photos --task flowers --split val --by-class --json"""
 
@@ -39,52 +38,37 @@ def evaluate(
     from bitgraft.store import Store
 
     classes = Store(store).archive(task).metadata.classes or ()
-    splits = open_data(data, seed=seed)
-    images = _matched(splits, _part(splits, data, split), classes, task)
-    total = Counter(images.labels)
-    right = _right(network_with(store, [task]), task, images, batch, workers)
-    report = {
+    images = _images(open_data(data, seed=seed), data, split, classes, task)
+    right, total = _right(network_with(store, [task]), task, images, batch, workers), Counter(images.labels)
+    report: dict[str, Any] = {
         "data": data,
         "split": split,
         "task": task,
-        "images": total.total(),
-        "correct": right.total(),
-        "accuracy": right.total() / total.total(),
+        "images": (every := total.total()),
+        "correct": (correct := right.total()),
+        "accuracy": correct / every,
     }
-    rows: list[dict[str, Any]] = [
-        {"class": classes[k], "images": n, "correct": right[k], "accuracy": right[k] / n}
-        for k, n in sorted(total.items())
-    ]
-    if as_json:
-        show_json(report | ({"by_class": rows} if by_class else {}))
-        return
-    parts: list[Any] = [
-        f"{task} on {data}: {percent(right.total() / total.total())} "
-        f"({right.total():,} of {total.total():,} {split} images are right)"
-    ]
+    rows = [(classes[label], count, right[label], right[label] / count) for label, count in sorted(total.items())]
+    said = f"{task} on {data}: {percent(correct / every)} ({correct:,} of {every:,} {split} images are right)"
+    parts: list[Any] = [said]
     if by_class:
-        cells = [(row["class"], row["images"], row["correct"], percent(row["accuracy"])) for row in rows]
-        parts.append(table(["class", "images>", "right>", "accuracy>"], cells))
-    show(*parts)
+        fields = ("class", "images", "correct", "accuracy")
+        report["by_class"] = [dict(zip(fields, row, strict=True)) for row in rows]
+        parts.append(table(["class", "images>", "right>", "accuracy>"], [(*r[:3], percent(r[3])) for r in rows]))
+    show(as_json, report, *parts)
 
 
-def _part(splits: "Splits", data: str, part: str) -> "Images":
+def _images(splits: "Splits", data: str, split: str, classes: Sequence[str], task: str) -> "Images":
+    """The images of a split, with the task's numbers for their classes."""
     from bitgraft.errors import DataError
 
     parts = {name: getattr(splits, name) for name in ("train", "val", "test")}
-    images: Images | None = parts[part]
+    images: Images | None = parts[split]
     if not images:
         there = ", ".join(f"--split {name}" for name, held in parts.items() if held)
-        raise DataError(f"{data} has no {part} images: choose {there}")
+        raise DataError(f"{data} has no {split} images: choose {there}")
     if min(images.labels) < 0:
-        raise DataError(f"the {part} images of {data} have no labels, so accuracy cannot be measured on them")
-    return images
-
-
-def _matched(splits: "Splits", images: "Images", classes: Sequence[str], task: str) -> "Images":
-    """The images with the task's numbers for their classes."""
-    from bitgraft.errors import DataError
-
+        raise DataError(f"the {split} images of {data} have no labels, so accuracy cannot be measured on them")
     present = [splits.classes[label] for label in sorted(set(images.labels))]
     if strange := [name for name in present if name not in classes]:
         raise DataError(

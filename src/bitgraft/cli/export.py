@@ -7,13 +7,12 @@ import typer
 from typer import Option
 
 from bitgraft.cli.options import STORE, AsJson, Overwrite, StoreFolder, complete_tasks, network_with
-from bitgraft.cli.output import megabytes, show, show_json
+from bitgraft.cli.output import megabytes, show
 
 if TYPE_CHECKING:
     from bitgraft.network import Network
 
-TRY = """\b
-Try:
+TRY = """
   bitgraft export --task flowers
   bitgraft export --task flowers --format onnx
   bitgraft export --task flowers --format torch-export --output flowers.pt2
@@ -57,10 +56,8 @@ def export(
     net = network_with(store, names)
     data, recipe = _written(net, names, form, bundled, path, opened.backbone.name)
     write_atomically(path, data)
-    if as_json:
-        show_json({"file": str(path), "format": form, "tasks": names, "bytes": len(data)})
-    else:
-        show(f"wrote {path}, {megabytes(len(data))}", recipe)
+    report = {"file": str(path), "format": form, "tasks": names, "bytes": len(data)}
+    show(as_json, report, f"wrote {path}, {megabytes(len(data))}", recipe)
 
 
 def _written(

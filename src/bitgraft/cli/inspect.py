@@ -8,15 +8,13 @@ import typer
 from typer import Argument, Option
 
 from bitgraft.cli.options import AsJson
-from bitgraft.cli.output import megabytes, show, show_json, table
+from bitgraft.cli.output import megabytes, show, table
 
 if TYPE_CHECKING:
     from bitgraft.format.inspect import Inspection, Spread
 
-TRY = """\b
-Try:
+TRY = """
   bitgraft inspect flowers.safetensors
-  bitgraft inspect flowers.safetensors --json
   bitgraft inspect bitgraft-store/*.safetensors --figure masks.png"""
 
 HEADS = {
@@ -51,13 +49,9 @@ def inspect(
     found = [inspect_file(file) for file in files]
     if figure is not None:
         save(parameter_analysis(found, _backbones(files)), figure)
-    if as_json:
-        plain = [task.plain() for task in found]
-        show_json(plain if len(plain) > 1 else plain[0])
-    elif figure is None:
-        show(*(part for task in found for part in _parts(task)))
-    else:
-        print(f"wrote {figure}")
+    parts = [part for task in found for part in _parts(task)] if figure is None else [f"wrote {figure}"]
+    plain = [task.plain() for task in found]
+    show(as_json, plain if len(plain) > 1 else plain[0], *parts)
 
 
 def _backbones(files: Sequence[str]) -> dict[str, str]:

@@ -3,17 +3,14 @@
 import os
 import signal
 import sys
-import time
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
 
 from bitgraft.training.callbacks import Callback
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-AGREE_WITHIN = 1.0  # seconds, about, between the times that several processes ask each other whether to stop
-SELDOM = 100  # steps between those times at the most
+SELDOM = 100  # steps, at most, between the times that several processes ask each other whether to stop
 
 
 class Interrupts(Callback):
@@ -23,12 +20,10 @@ class Interrupts(Callback):
         fit(..., stop=interrupts.stop, callbacks=[interrupts])
     """
 
-    def __init__(self, accelerator: "Accelerator") -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator, self.alone = accelerator, accelerator.num_processes == 1
         self.asked = self.running = False
-        self._process, self._since = os.getpid(), time.monotonic()
-        self._steps, self._agree_at, self._passed = 0, 1, 1
-        self._before: dict[signal.Signals, Any] = {}
+        self._process, self._steps, self._every = os.getpid(), 0, 1
 
     def __enter__(self) -> "Interrupts":
         self._before = {kind: signal.signal(kind, self._handle) for kind in (signal.SIGINT, signal.SIGTERM)}
@@ -55,22 +50,13 @@ class Interrupts(Callback):
         if self.alone:
             return self.asked
         self._steps += 1
-        return self._steps == self._agree_at and self._agree()
-
-    def _agree(self) -> bool:
-        """Whether any process was asked to stop. The time that steps take decides when to ask again."""
-        import torch
-
-        now = time.monotonic()
-        mine = torch.tensor([float(self.asked), now - self._since], device=self.accelerator.device)
-        asked, seconds = self.accelerator.reduce(mine, "sum").tolist()
-        pace = seconds / self.accelerator.num_processes / self._passed
-        self._since, self._passed = now, max(1, min(SELDOM, int(AGREE_WITHIN / max(pace, 1e-9))))
-        self._agree_at = self._steps + self._passed
-        return bool(asked)
+        if self._steps % self._every:
+            return False
+        asked = torch.tensor(float(self.asked), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(asked, "sum"))
 
     def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
-        self.running, self._since = True, time.monotonic()
+        self.running, self._every = True, max(1, min(SELDOM, steps_per_epoch // 50))
 
     def end(self) -> None:
         self.running = False

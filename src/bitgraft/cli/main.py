@@ -43,7 +43,7 @@ def options(
 
 for name in COMMANDS.split():
     module = import_module(f"bitgraft.cli.{name}")
-    app.command("eval" if name == "evaluate" else name, epilog=module.TRY)(getattr(module, name))
+    app.command("eval" if name == "evaluate" else name, epilog="\b\nTry:" + module.TRY)(getattr(module, name))
 app.add_typer(data.app, name="data")
 
 

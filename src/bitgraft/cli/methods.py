@@ -1,12 +1,9 @@
 """`bitgraft methods`: what `--method` can be."""
 
 from bitgraft.cli.options import AsJson
-from bitgraft.cli.output import show, show_json, table
+from bitgraft.cli.output import show, table
 
-TRY = """\b
-Try:
-  bitgraft methods
-  bitgraft methods --json"""
+TRY = "\n  bitgraft methods"
 
 
 def methods(as_json: AsJson = False) -> None:
@@ -14,8 +11,9 @@ def methods(as_json: AsJson = False) -> None:
     from bitgraft.methods import registry
 
     known = [registry.get(name) for name in registry.method_names()]
-    if as_json:
-        fields = ("name", "equation", "summary")
-        show_json([{f: getattr(m, f) for f in fields} | {"options": registry.plain(m.options)} for m in known])
-    else:
-        show(table(["method", "equation", "what it is"], [(m.name, m.equation, m.summary) for m in known]))
+    rows = [(method.name, method.equation, method.summary) for method in known]
+    data = [
+        {"name": name, "equation": equation, "summary": summary, "options": registry.plain(method.options)}
+        for method, (name, equation, summary) in zip(known, rows, strict=True)
+    ]
+    show(as_json, data, table(["method", "equation", "what it is"], rows))

@@ -3,39 +3,37 @@
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TextIO
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+from typing import Any, TextIO
 
 USAGE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
 
 
-def show_json(data: Any) -> None:
-    print(json.dumps(data, indent=2, allow_nan=False))
-
-
-def console(stream: TextIO, *, quiet: bool = False) -> "Console":
+def console(stream: TextIO, **options: Any) -> Any:
     """Through a pipe it is so wide that no name is ever cut or folded."""
     from rich.console import Console
 
     terminal = stream.isatty()
-    return Console(file=stream, width=None if terminal else 1000, force_terminal=terminal, highlight=False, quiet=quiet)
+    width = None if terminal else 1000
+    return Console(file=stream, width=width, force_terminal=terminal, highlight=False, **options)
 
 
-def show(*parts: Any) -> None:
-    """Print text and tables with an empty line between them."""
-    to, rendered = console(sys.stdout), []
-    for part in parts:
-        with to.capture() as captured:
-            to.print(part, markup=False)
-        lines = [line.rstrip() for line in captured.get().splitlines()]
-        rendered.append("\n".join(line for line in lines if line))
-    print("\n\n".join(rendered))
+def show(as_json: bool, data: Any, *parts: Any) -> None:
+    """Print the data as JSON, or the parts (text and tables) with an empty line between them."""
+    if as_json:
+        print(json.dumps(data, indent=2, allow_nan=False))
+        return
+    if parts:
+        print("\n\n".join(part if isinstance(part, str) else _rendered(part) for part in parts))
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> "Table":
+def _rendered(table: Any) -> str:
+    to = console(sys.stdout)
+    with to.capture() as captured:
+        to.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip())
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Any:
     """A column whose heading ends in ">" is aligned to the right; whole numbers get their commas."""
     from rich import box
     from rich.table import Table

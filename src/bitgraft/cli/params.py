@@ -7,10 +7,9 @@ import typer
 from typer import Argument, Option
 
 from bitgraft.cli.options import AsJson, Head
-from bitgraft.cli.output import megabytes, show, show_json, table
+from bitgraft.cli.output import megabytes, show, table
 
-TRY = """\b
-Try:
+TRY = """
   bitgraft params
   bitgraft params convnext_tiny --tasks 100"""
 
@@ -45,10 +44,7 @@ def params(
         counted = paper_accounts()
     else:
         counted = [account(read_backbone(name, **({"head": head} if head else {})), tasks or 6, name)]
-    if as_json:
-        show_json([asdict(one) for one in counted])
-    else:
-        show(*(part for one in counted for part in _parts(one)), LEGEND)
+    show(as_json, [asdict(one) for one in counted], *(part for one in counted for part in _parts(one)), LEGEND)
 
 
 def _parts(one: Any) -> list[Any]:

@@ -9,15 +9,13 @@ import typer
 from typer import Argument, Option
 
 from bitgraft.cli.options import STORE, AsJson, StoreFolder, complete_tasks, network_with
-from bitgraft.cli.output import FAILURE, percent, show, show_json, table
+from bitgraft.cli.output import FAILURE, percent, show, table
 
 if TYPE_CHECKING:
     from bitgraft.network import Network
-    from bitgraft.store import Store
 
 BATCH = 32
-TRY = """\b
-Try:
+TRY = """
   bitgraft predict rose.jpg --task flowers
   bitgraft predict photos/ --all-tasks --top 1 --json
   bitgraft predict rose.jpg --task original"""
@@ -38,7 +36,7 @@ def predict(
     """
     from bitgraft.store import Store
 
-    names = _chosen(Store(store), task or [], all_tasks)
+    names = _chosen(store, Store(store).names(), task or [], all_tasks)
     files, faults = _files(images)
     net = network_with(store, names)
     answers: dict[str, dict[str, Any]] = {path: {} for path in files}
@@ -46,25 +44,22 @@ def predict(
         for path, best in _run(net, name, [path for path in files if path not in faults], top, faults):
             answers[path][name] = best
     answers = {path: by_task for path, by_task in answers.items() if path not in faults}
-    if as_json:
-        good = [{"image": path, "tasks": by_task} for path, by_task in answers.items()]
-        show_json(good + [{"image": path, "error": reason} for path, reason in faults.items()])
-    elif answers:
-        show(table(["image", "task", "class", "probability>"], _rows(answers)))
+    good = [{"image": path, "tasks": by_task} for path, by_task in answers.items()]
+    data = good + [{"image": path, "error": reason} for path, reason in faults.items()]
+    show(as_json, data, *[table(["image", "task", "class", "probability>"], _rows(answers))] * bool(answers))
     for reason in faults.values():
         print(f"error: {reason}", file=sys.stderr)
     if faults:
         raise typer.Exit(FAILURE)
 
 
-def _chosen(store: "Store", asked: Sequence[str], every: bool) -> list[str]:
-    there = store.names()
+def _chosen(store: str, there: list[str], asked: Sequence[str], every: bool) -> list[str]:
     if every and asked:
         raise typer.BadParameter("--task and --all-tasks exclude each other")
     if asked:
         return list(dict.fromkeys(asked))
     if not there:
-        raise typer.BadParameter(f"the store at {store.folder} has no tasks yet")
+        raise typer.BadParameter(f"the store at {store} has no tasks yet")
     if every or len(there) == 1:
         return there
     raise typer.BadParameter(f"give --task NAME or --all-tasks; the store has {', '.join(there)}")

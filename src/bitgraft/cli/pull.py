@@ -1,19 +1,18 @@
 """`bitgraft pull`: a task from elsewhere into a store."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 
 from bitgraft.cli.options import STORE, AsJson, Overwrite, StoreFolder, Weights
-from bitgraft.cli.output import megabytes, show, show_json
+from bitgraft.cli.output import megabytes, show
 
 if TYPE_CHECKING:
     from bitgraft.sharing.pulling import Fetched
     from bitgraft.store import Backbone, Store
 
-TRY = """\b
-Try:
+TRY = """
   bitgraft pull hf:me/flowers-resnet50
   bitgraft pull hf:me/flowers-resnet50 --backbone resnet50 --store new-store
   bitgraft pull https://example.org/flowers.safetensors#sha256=DIGEST
@@ -41,20 +40,25 @@ def pull(
     from bitgraft.sharing.pulling import enter, fetch
     from bitgraft.store import Backbone, Store
 
-    new = not Store.exists(store) and backbone is not None
-    if not new and (weights or no_pretrained):
+    new = None
+    if backbone is not None and not Store.exists(store):
+        new = Backbone(backbone, weights, not no_pretrained and weights is None)
+    elif weights or no_pretrained:
         raise typer.BadParameter("--weights and --no-pretrained are for a new store: add --backbone")
-    if not new:
-        Store(store)
-    fetched = fetch(source, task, sha256=sha256, limit=max_size * 1_000_000)
-    begun = Backbone(backbone or "", weights, not no_pretrained and weights is None)
-    opened = _begin(store, begun, fetched) if new else Store(store)
-    called = enter(fetched, opened, name, overwrite=overwrite)
-    if as_json:
-        held = {"task": called, "store": str(opened.folder), "source": fetched.source, "sha256": fetched.sha256}
-        show_json({**held, "method": fetched.archive.metadata.method, "bytes": len(fetched.data)})
     else:
-        show(f"{called} is in {opened.folder}: {megabytes(len(fetched.data))}, SHA-256 {fetched.sha256}")
+        Store(store)  # a bad one is reported before anything is fetched
+    fetched = fetch(source, task, sha256=sha256, limit=max_size * 1_000_000)
+    opened = _begin(store, new, fetched) if new else Store(store)
+    called = enter(fetched, opened, name, overwrite=overwrite)
+    data: dict[str, Any] = {
+        "task": called,
+        "store": str(opened.folder),
+        "source": fetched.source,
+        "sha256": fetched.sha256,
+    }
+    data |= {"method": fetched.archive.metadata.method, "bytes": len(fetched.data)}
+    size = megabytes(len(fetched.data))
+    show(as_json, data, f"{called} is in {opened.folder}: {size}, SHA-256 {fetched.sha256}")
 
 
 def _begin(folder: str, backbone: "Backbone", fetched: "Fetched") -> "Store":

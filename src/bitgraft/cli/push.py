@@ -5,10 +5,9 @@ from typing import Annotated
 from typer import Argument, Option
 
 from bitgraft.cli.options import STORE, AsJson, StoreFolder, TaskName
-from bitgraft.cli.output import show, show_json
+from bitgraft.cli.output import show
 
-TRY = """\b
-Try:
+TRY = """
   bitgraft push me/flowers-resnet50 --task flowers
   bitgraft push me/flowers-resnet50 --task flowers --license cc-by-4.0 --private"""
 
@@ -30,7 +29,4 @@ def push(
     from bitgraft.store import Store
 
     address = send(Store(store), task, repo, licence=licence, private=private, card=not no_card)
-    if as_json:
-        show_json({"task": task, "repository": repo, "commit": address})
-    else:
-        show(f"sent {task} to {repo}: {address}")
+    show(as_json, {"task": task, "repository": repo, "commit": address}, f"sent {task} to {repo}: {address}")

@@ -7,10 +7,9 @@ import typer
 from typer import Argument, Option
 
 from bitgraft.cli.options import AsJson
-from bitgraft.cli.output import show_json
+from bitgraft.cli.output import show
 
-TRY = """\b
-Try:
+TRY = """
   bitgraft report runs/decathlon
   bitgraft report runs/decathlon --published --output docs/results/decathlon
   bitgraft report docs/results/decathlon/records.jsonl --baseline finetune --output other
@@ -19,9 +18,7 @@ Try:
 
 def report(
     runs: Annotated[Path, Argument(metavar="RUNS", help="A folder of records, at any depth, or a records.jsonl.")],
-    out: Annotated[
-        Path | None, Option("--output", "--out", metavar="DIR", help="[RUNS/report]")
-    ] = None,
+    out: Annotated[Path | None, Option("--output", "--out", metavar="DIR", help="[RUNS/report]")] = None,
     published: Annotated[bool, Option("--published", help="Add the paper's rows.")] = False,
     selected: Annotated[bool, Option("--selected", help="The best epoch on validation, not the last.")] = False,
     validation: Annotated[bool, Option("--validation", help="Validation accuracies, to choose settings by.")] = False,
@@ -49,10 +46,8 @@ def report(
         validation=validation,
         baseline=baseline,
     )
-    if as_json:
-        show_json({"files": [str(file) for file in written.files], "tables": [t.plain() for t in written.tables]})
-    else:
-        typer.echo("\n\n".join(map(markdown, written.tables)))
-        typer.echo("\nWritten:\n" + "\n".join(f"  {file}" for file in written.files))
+    files = [str(file) for file in written.files]
+    data = {"files": files, "tables": [table.plain() for table in written.tables]}
+    show(as_json, data, *map(markdown, written.tables), "\n  ".join(["Written:", *files]))
     if not written.drawn:
         typer.echo("no figures were drawn, since matplotlib is not installed: pip install matplotlib", err=True)

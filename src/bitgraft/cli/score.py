@@ -6,12 +6,10 @@ from typing import Annotated
 from typer import Argument, Option
 
 from bitgraft.cli.options import AsJson
-from bitgraft.cli.output import show, show_json, table
+from bitgraft.cli.output import show, table
 
-TRY = """\b
-Try:
+TRY = """
   bitgraft score results.json --annotations decathlon/annotations
-  bitgraft score results.json --annotations decathlon/annotations --json
   bitgraft score results.json --annotations decathlon/annotations --baseline mine.toml"""
 
 
@@ -25,29 +23,21 @@ def score(
 
     Accuracy and S of each domain, and the total. S is 250 for the baseline and 1000 for no errors.
     """
-    from bitgraft.paper.scores import (
-        challenge_baselines,
-        read_baselines,
-        read_labels,
-        read_submission,
-        score_submission,
-    )
+    from bitgraft.paper import scores
 
-    baselines = challenge_baselines() if baseline is None else read_baselines(baseline)
-    scored = score_submission(read_submission(file), read_labels(annotations), baselines)
-    if as_json:
-        fields = {"domain": "domain", "images": "images", "correct": "correct", "accuracy": "accuracy"}
-        fields |= {"baseline_error": "baseline", "score": "score"}
-        show_json(
-            {
-                "domains": [{key: getattr(one, field) for key, field in fields.items()} for one in scored.domains],
-                "mean_accuracy": scored.accuracy,
-                "score": scored.total,
-                "absent": list(scored.absent),
-                "baselines": baselines.source,
-            }
-        )
-        return
+    baselines = scores.challenge_baselines() if baseline is None else scores.read_baselines(baseline)
+    scored = scores.score_submission(scores.read_submission(file), scores.read_labels(annotations), baselines)
+    fields = ("domain", "images", "correct", "accuracy", "score")
+    data = {
+        "domains": [
+            {field: getattr(one, field) for field in fields} | {"baseline_error": one.baseline}
+            for one in scored.domains
+        ],
+        "mean_accuracy": scored.accuracy,
+        "score": scored.total,
+        "absent": list(scored.absent),
+        "baselines": baselines.source,
+    }
     rows = [
         (d.domain, d.images, d.correct, f"{100 * d.accuracy:.2f}", f"{100 - d.baseline:.2f}", f"{d.score:.1f}")
         for d in scored.domains
@@ -57,4 +47,4 @@ def score(
     told = f"Accuracies in per cent, the last one their mean over the domains; baselines: {baselines.source}."
     if scored.absent:
         told += f"\nS is over {len(scored.domains)} domains; missing: {', '.join(scored.absent)}."
-    show(table(["domain", "images>", "right>", "accuracy>", "baseline>", "S>"], rows), told)
+    show(as_json, data, table(["domain", "images>", "right>", "accuracy>", "baseline>", "S>"], rows), told)

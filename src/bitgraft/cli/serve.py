@@ -8,8 +8,7 @@ from typer import Option
 
 from bitgraft.cli.options import STORE, StoreFolder
 
-TRY = """\b
-Try:
+TRY = """
   bitgraft serve --store my-store
   curl --data-binary @rose.jpg -H 'Content-Type: image/jpeg' localhost:8000/v1/predict/flowers
   bitgraft serve --host 0.0.0.0 --workers 4 --memory-budget 1GB --api-key-file keys.txt"""

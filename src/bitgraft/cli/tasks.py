@@ -1,15 +1,11 @@
 """`bitgraft tasks`: what is in a store."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bitgraft.cli.options import STORE, AsJson, StoreFolder
-from bitgraft.cli.output import megabytes, percent, show, show_json, table
+from bitgraft.cli.output import megabytes, percent, show, table
 
-if TYPE_CHECKING:
-    from bitgraft.store import Store
-
-TRY = """\b
-Try:
+TRY = """
   bitgraft tasks
   bitgraft tasks --store my-store --json"""
 
@@ -19,10 +15,20 @@ def tasks(store: StoreFolder = STORE, as_json: AsJson = False) -> None:
 
     A broken file is listed with the reason. The backbone is not built.
     """
+    from bitgraft.errors import BitgraftError, WrongBackboneError
+    from bitgraft.format.inspect import inspect_archive
+    from bitgraft.serving.library import summary
     from bitgraft.store import Store
 
-    opened = Store(store)
-    rows = [_row(opened, name, size) for name, size in opened.sizes()]
+    opened, rows = Store(store), []
+    for name, size in opened.sizes():
+        try:
+            archive = opened.archive(name)
+            if archive.backbone != opened.fingerprint:
+                raise WrongBackboneError(f"{opened.path(name)} belongs to another backbone, {archive.backbone[:12]}")
+            rows.append(summary(name, inspect_archive(archive, size), opened.size.weights))
+        except BitgraftError as fault:
+            rows.append({"name": name, "bytes": size, "error": str(fault)})
     whole, together = 4 * opened.size.parameters, sum(row["bytes"] for row in rows)
     report = {
         "store": str(opened.folder),
@@ -35,21 +41,7 @@ def tasks(store: StoreFolder = STORE, as_json: AsJson = False) -> None:
         "total_bytes": whole + together,
         "separate_bytes": whole * (1 + len(rows)),
     }
-    show_json(report) if as_json else show(*_parts(report, rows))
-
-
-def _row(store: "Store", name: str, size: int) -> dict[str, Any]:
-    from bitgraft.errors import BitgraftError, WrongBackboneError
-    from bitgraft.format.inspect import inspect_archive
-    from bitgraft.serving.library import summary
-
-    try:
-        archive = store.archive(name)
-        if archive.backbone != store.fingerprint:
-            raise WrongBackboneError(f"{store.path(name)} belongs to another backbone, {archive.backbone[:12]}")
-    except BitgraftError as fault:
-        return {"name": name, "bytes": size, "error": str(fault)}
-    return summary(name, inspect_archive(archive, size), store.size.weights)
+    show(as_json, report, *_parts(report, rows))
 
 
 def _parts(report: dict[str, Any], rows: list[dict[str, Any]]) -> list[Any]:

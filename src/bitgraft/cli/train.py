@@ -10,30 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from bitgraft.cli.options import (
-    STORE,
-    AsJson,
-    Batch,
-    MethodOptions,
-    Overwrite,
-    Pretrained,
-    Resize,
-    Seed,
-    Size,
-    StoreFolder,
-    Weights,
-    Workers,
-    asked_backbone,
-    by_role,
-    method_options,
-)
-from bitgraft.cli.output import show_json
+from bitgraft.cli import options as opt
+from bitgraft.cli.output import show
 
 if TYPE_CHECKING:
     from bitgraft.training.config import Config
 
-TRY = """\b
-Try:
+TRY = """
   bitgraft train photos --task flowers --backbone resnet50
   bitgraft train photos --task flowers --size 64 --epochs 3 --rate k=3e-3
   bitgraft train decathlon-1.0:gtsrb --task signs --preset decathlon --no-flip
@@ -54,19 +37,19 @@ def train(
     data: Annotated[Names, Argument(metavar="DATA", help=DATA, show_default=False)] = None,
     task: Annotated[Names, Option(metavar="NAME", help="What to call the task; once for each DATA. Required.")] = None,
     backbone: Annotated[str | None, Option(metavar="NAME", help=BACKBONE)] = None,
-    weights: Weights = None,
-    pretrained: Pretrained = True,
-    store: StoreFolder = STORE,
+    weights: opt.Weights = None,
+    pretrained: opt.Pretrained = True,
+    store: opt.StoreFolder = opt.STORE,
     method: Annotated[str, Option(metavar="NAME", help="See `bitgraft methods`.")] = "full",
-    option: MethodOptions = None,
+    option: opt.MethodOptions = None,
     borrow: Annotated[Names, Option(metavar="NAME", help=BORROW)] = None,
     start: Annotated[str | None, Option(metavar="NAME", help="Start from this task of the store.")] = None,
     preset: Annotated[str, Option(metavar="NAME", help="quick, imagenet-to-sketch or decathlon.")] = "quick",
     epochs: Annotated[Count, Option(min=1, help="Passes over the data.")] = None,
-    batch: Batch = None,
-    size: Size = None,
-    resize: Resize = None,
-    seed: Seed = None,
+    batch: opt.Batch = None,
+    size: opt.Size = None,
+    resize: opt.Resize = None,
+    seed: opt.Seed = None,
     rate: Annotated[Names, Option(metavar="[ROLE=]VALUE", help=RATE)] = None,
     weight_decay: Annotated[Names, Option(metavar="[ROLE=]VALUE", help="By role; repeatable.")] = None,
     schedule: Annotated[Literal["step", "cosine", "constant"] | None, Option(help="How rates fall.")] = None,
@@ -79,13 +62,13 @@ def train(
     keep: Annotated[Literal["best", "last"] | None, Option(help="Which epoch to keep.")] = None,
     flip: Annotated[bool | None, Option("--flip/--no-flip", help="Mirror images [as the data allow].")] = None,
     resume: Annotated[bool, Option("--resume", help="Continue an interrupted run.")] = False,
-    overwrite: Overwrite = False,
+    overwrite: opt.Overwrite = False,
     skip_bad_images: Annotated[bool, Option("--skip-bad-images", help="Skip and list unreadable files.")] = False,
-    workers: Workers = 0,
+    workers: opt.Workers = 0,
     mixed_precision: Annotated[Literal["no", "bf16", "fp16"], Option(help="Tasks stay float32.")] = "no",
     tensorboard: Annotated[bool, Option("--tensorboard", help="Write curves to the run's folder.")] = False,
     show_config: Annotated[bool, Option("--show-config", help="Print the settings and exit.")] = False,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Train a task on labelled images and write it to a store.
 
@@ -93,11 +76,10 @@ def train(
     sets are trained together by a joint method, which makes a new backbone and starts a store with it.
     """
     config = _config(context.params)
-    options = method_options(method, option, preset)
+    options = opt.method_options(method, option, preset)
     if show_config:
-        show_json({"preset": preset, **asdict(config), "options": options}) if as_json else print(
-            _toml(preset, {**asdict(config), "options": options})
-        )
+        values = {"preset": preset, **asdict(config), "options": options}
+        show(as_json, values, _toml(values))
         return
     if not data or not task:
         raise typer.BadParameter("name the data and the task: bitgraft train DATA --task NAME")
@@ -106,7 +88,7 @@ def train(
     from bitgraft.cli import training
     from bitgraft.workflows.train_task import Request
 
-    chosen = asked_backbone(store, backbone, weights, pretrained, "start it with --backbone NAME")
+    chosen = opt.asked_backbone(store, backbone, weights, pretrained, "start it with --backbone NAME")
     requests = [
         Request(
             source,
@@ -133,8 +115,8 @@ def _config(given: Mapping[str, Any]) -> "Config":
     from bitgraft.training.config import Config, preset
 
     changes = {f.name: given[f.name] for f in fields(Config) if given.get(f.name) is not None}
-    changes["rates"] = by_role(given["rate"], "--rate")
-    changes["weight_decay"] = by_role(given["weight_decay"], "--weight-decay")
+    changes["rates"] = opt.by_role(given["rate"], "--rate")
+    changes["weight_decay"] = opt.by_role(given["weight_decay"], "--weight-decay")
     try:
         return preset(given["preset"], given["method"]).changed(**changes)
     except TrainingError as fault:
@@ -161,15 +143,12 @@ def _check(store: str, method: str, data: list[str], task: list[str], earlier: l
         raise typer.BadParameter(f"there is no store at {store} yet, so there is no task to borrow or start from")
 
 
-def _toml(preset: str, values: Mapping[str, Any]) -> str:
-    """What is not set is a comment."""
-
-    def line(name: str, value: Any) -> str:
-        return f"# {name} is not set" if value is None else f"{name} = {json.dumps(value)}"
-
-    lines = [f"# preset {preset}, with changes"]
-    lines += [line(name, value) for name, value in values.items() if not isinstance(value, Mapping)]
-    for name, table in values.items():
-        if isinstance(table, Mapping):
-            lines += ["", f"[{name}]", *(line(role, value) for role, value in table.items())]
+def _toml(values: Mapping[str, Any]) -> str:
+    """Tables come last; what is not set is a comment."""
+    lines = []
+    for name, value in sorted(values.items(), key=lambda item: isinstance(item[1], Mapping)):
+        if isinstance(value, Mapping):
+            lines.append(f"\n[{name}]\n{_toml(value)}")
+        else:
+            lines.append(f"# {name} is not set" if value is None else f"{name} = {json.dumps(value)}")
     return "\n".join(lines)

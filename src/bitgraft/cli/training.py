@@ -13,7 +13,7 @@ from rich.console import Console
 
 from bitgraft.cli.interrupts import Interrupts
 from bitgraft.cli.options import STORE
-from bitgraft.cli.output import INTERRUPTED, megabytes, percent, show_json
+from bitgraft.cli.output import INTERRUPTED, megabytes, percent, show
 from bitgraft.cli.output import console as make_console
 from bitgraft.errors import BitgraftError, TrainingError
 from bitgraft.methods import registry
@@ -41,13 +41,13 @@ def run(
     except ValueError as fault:  # fp16 on a CPU, for one
         raise TrainingError(f"--mixed-precision {precision} does not work here: {fault}") from fault
     main = accelerator.is_main_process
-    console = make_console(sys.stderr if as_json else sys.stdout, quiet=not main)
+    console = make_console(sys.stderr if as_json else sys.stdout, markup=False, soft_wrap=True, quiet=not main)
     run_folder, name, work = _plan(folder, backbone, requests, console)
     callbacks: list[Callback] = [Progress(console)] if main else []
     if tensorboard and main:
         callbacks.append(TensorBoard(run_folder / "tensorboard"))
     doing, tasks = "resuming" if requests[0].resume else "training", ", ".join(r.task for r in requests)
-    _tell(console, f"{doing} {tasks} by method {requests[0].method} on {name}")
+    console.print(f"{doing} {tasks} by method {requests[0].method} on {name}")
     if "RANK" in os.environ:
         resume += "  (under the same launcher)"
     with Interrupts(accelerator) as interrupts:
@@ -96,35 +96,31 @@ def _open(requests: list[Request], console: Console) -> list[TrainData]:
         opened.append(data)
         parts = {"train": data.splits.train, "validate": data.splits.val, "test": data.tested}
         counts = ", ".join(f"{len(images):,} to {part}" for part, images in parts.items() if images)
-        _tell(console, f"{request.data}: {len(data.splits.classes)} classes, images: {counts}")
+        console.print(f"{request.data}: {len(data.splits.classes)} classes, images: {counts}")
         for warning in data.splits.warnings:
-            _tell(console, f"warning: {warning}")
+            console.print(f"warning: {warning}")
         if request.skip_bad:
-            _tell(console, f"skipped {len(data.skipped)} files that cannot be read{':' if data.skipped else ''}")
+            console.print(f"skipped {len(data.skipped)} files that cannot be read{':' if data.skipped else ''}")
         for path, reason in data.skipped:
-            _tell(console, f"  {path}: {reason}")
+            console.print(f"  {path}: {reason}")
     return opened
-
-
-def _tell(console: Console, text: str) -> None:
-    console.print(text, markup=False, soft_wrap=True)
 
 
 def _report(console: Console, store: Store, run_folder: Path, results: list[TrainResult], as_json: bool) -> None:
     if as_json:
         plain = [_plain(run_folder, result) for result in results]
-        show_json(plain[0] if len(plain) == 1 else {"tasks": plain, "weights": store.backbone.weights})
+        show(True, plain[0] if len(plain) == 1 else {"tasks": plain, "weights": store.backbone.weights})
         return
     for result in results:
         of = "" if len(results) == 1 else f" of {result.task.name}"
         if result.test is not None:
-            _tell(console, f"test accuracy{of} {percent(result.test['accuracy'])}")
+            console.print(f"test accuracy{of} {percent(result.test['accuracy'])}")
     whole = megabytes(4 * store.size.parameters)
     for result in results:
         size = megabytes(result.path.stat().st_size)
-        _tell(console, f"wrote {result.path}, {size} (a copy of the network is {whole})")
+        console.print(f"wrote {result.path}, {size} (a copy of the network is {whole})")
     where = "" if store.folder == Path(STORE) else f" --store {store.folder}"
-    _tell(console, f"next: bitgraft predict IMAGE --task {results[0].task.name}{where}")
+    console.print(f"next: bitgraft predict IMAGE --task {results[0].task.name}{where}")
 
 
 def _plain(run_folder: Path, result: TrainResult) -> dict[str, Any]:

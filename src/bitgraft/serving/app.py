@@ -65,9 +65,8 @@ def make_app(service: Service) -> FastAPI:
 
     app = FastAPI(title="bitgraft", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_exception_handler(Refusal, _refused)
-    app.add_exception_handler(HTTPException, _no_route)
-    app.add_exception_handler(RequestValidationError, _bad_query)
-    app.add_exception_handler(Exception, _failed)
+    for kind in (HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, _failed)
     app.add_middleware(Access, metrics=service.metrics, keys=service.settings.keys)
     _add_page(app, "/", "page.html")
     _add_page(app, "/docs", "docs.html")
@@ -109,15 +108,18 @@ def _add_state(app: FastAPI, service: Service) -> None:
         """One task: its classes, and by layer the share of ones and k0..k3."""
         return await service.task(task)
 
+    def state(good: bool) -> Response:
+        return JSONResponse({"status": "ok" if good else "unavailable"}, 200 if good else 503)
+
     @app.get("/healthz")
     async def healthy() -> Response:
         """Whether the process works."""
-        return _state(service.healthy())
+        return state(service.healthy())
 
     @app.get("/readyz")
     async def ready() -> Response:
         """Whether it accepts requests."""
-        return _state(service.ready())
+        return state(service.ready())
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -126,31 +128,21 @@ def _add_state(app: FastAPI, service: Service) -> None:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _state(good: bool) -> Response:
-    return JSONResponse({"status": "ok" if good else "unavailable"}, 200 if good else 503)
-
-
 def _add_page(app: FastAPI, path: str, name: str) -> None:
+    """A page that may load nothing but its own script and style, and talk to this host only."""
     text = files("bitgraft.serving").joinpath(name).read_text()
-    headers = {"Content-Security-Policy": _policy(text), "X-Content-Type-Options": "nosniff"}
+    hashes = {
+        tag: base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        for tag, inside in re.findall(r"<(script|style)>(.*?)</\1>", text, re.DOTALL)
+    }
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{hashes['script']}'; style-src 'sha256-{hashes['style']}'; "
+        "img-src blob: data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
 
     @app.get(path, include_in_schema=False)
     async def page() -> HTMLResponse:
-        return HTMLResponse(text, headers=headers)
-
-
-def _policy(page: str) -> str:
-    """Nothing but the page's own script and style, and this host."""
-
-    def hashes(tag: str) -> str:
-        inside = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in inside]
-        return " ".join(f"'sha256-{digest}'" for digest in digests)
-
-    return (
-        f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; img-src blob: data:; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
+        return HTMLResponse(text, headers={"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"})
 
 
 async def _refused(request: Request, problem: Any) -> Response:
@@ -160,15 +152,11 @@ async def _refused(request: Request, problem: Any) -> Response:
     return JSONResponse({"error": problem.sentence}, problem.status, headers)
 
 
-async def _no_route(request: Request, problem: Any) -> Response:
-    sentence = f"{request.method} {request.url.path}: {problem.detail}; see /docs for what there is"
-    return JSONResponse({"error": sentence}, problem.status_code, problem.headers)
-
-
-async def _bad_query(request: Request, problem: Any) -> Response:
-    first = problem.errors()[0]
-    return JSONResponse({"error": f"{first['loc'][-1]}: {first['msg'].lower()}"}, 422)
-
-
-async def _failed(request: Request, problem: Exception) -> Response:
+async def _failed(request: Request, problem: Any) -> Response:
+    if isinstance(problem, HTTPException):
+        sentence = f"{request.method} {request.url.path}: {problem.detail}; see /docs for what there is"
+        return JSONResponse({"error": sentence}, problem.status_code, problem.headers)
+    if isinstance(problem, RequestValidationError):
+        first = problem.errors()[0]
+        return JSONResponse({"error": f"{first['loc'][-1]}: {first['msg'].lower()}"}, 422)
     return JSONResponse({"error": "the service failed; its log says why"}, 500)

@@ -56,7 +56,7 @@ class Engine(Service):
 
     def __init__(self, library: Library, settings: Settings) -> None:
         self.library, self.settings, self.metrics = library, settings, Metrics()
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             self._run,
             batch=settings.max_batch,
             wait=settings.max_wait_ms / 1000,
@@ -71,24 +71,20 @@ class Engine(Service):
     async def start(self) -> None:
         self.library.net.to(self.settings.device)
         self.library.scan()
-        self._scheduler.start()
+        self.scheduler.start()
         self._watcher.start()
 
     async def stop(self) -> None:
         """Finish what was accepted."""
         self._ended.set()
-        await asyncio.to_thread(self._scheduler.close)
+        await asyncio.to_thread(self.scheduler.close)
         self._decoders.shutdown()
 
-    def hurry(self) -> None:
-        """Shutdown begins: no batch waits for more images."""
-        self._scheduler.hurry()
-
     def healthy(self) -> bool:
-        return self._scheduler.alive
+        return self.scheduler.alive
 
     def ready(self) -> bool:
-        return self._scheduler.alive and not self._ended.is_set()
+        return self.scheduler.alive and not self._ended.is_set()
 
     async def predict(self, names: Sequence[str], images: Sequence[bytes], top: int) -> Predictions:
         """Every task's answers to every image. A request that cannot be answered whole is refused whole."""
@@ -96,10 +92,8 @@ class Engine(Service):
             with self.library.borrow(dict.fromkeys(names)) as entries:
                 self._check_count(len(entries), len(images))
                 decoded = await self._decode(entries, images)
-                futures = self._submit(entries, decoded)
-                return await asyncio.gather(
-                    *(self._answers(entry, of, top) for entry, of in zip(entries, futures, strict=True))
-                )
+                futures = self.scheduler.submit(dict(zip(entries, zip(*decoded, strict=True), strict=True)))
+                return await asyncio.gather(*(self._answers(entry, futures[entry], top) for entry in entries))
         except UnsafeNameError as problem:
             raise Refusal(400, str(problem)) from problem
         except UnknownTaskError as problem:
@@ -107,16 +101,13 @@ class Engine(Service):
 
     def _check_count(self, tasks: int, images: int) -> None:
         """Refuse what would not fit into empty queues."""
-        limits = self.settings
-        if images > limits.max_queue or tasks * images > limits.max_waiting:
-            raise Refusal(
-                413,
-                f"{images} images for {tasks} tasks are too many for one request: send at most {limits.max_queue} "
-                f"images, and at most {limits.max_waiting} images times tasks",
-            )
+        most, total = self.settings.max_queue, self.settings.max_waiting
+        if images > most or tasks * images > total:
+            limits = f"send at most {most} images, and at most {total} images times tasks"
+            raise Refusal(413, f"{images} images for {tasks} tasks are too many for one request: {limits}")
 
     async def _decode(self, entries: Sequence[Entry], images: Sequence[bytes]) -> list[list[Tensor]]:
-        """Each image as each task takes it."""
+        """Each image as each task takes it: for each image, a tensor per task."""
         if self._decoding + len(images) > self.settings.max_waiting:
             raise Refusal(503, f"{self._decoding} images are already waiting to be decoded: try later", 1)
         wanted, limit = [entry.preprocessing for entry in entries], self.settings.max_pixels
@@ -130,18 +121,6 @@ class Engine(Service):
             return await asyncio.get_running_loop().run_in_executor(self._decoders, work)
         finally:
             self._decoding -= len(images)
-
-    def _submit(self, entries: Sequence[Entry], images: list[list[Tensor]]) -> list[list["Future[Tensor]"]]:
-        """All of the images to all of the tasks, or none to any."""
-        futures: list[list[Future[Tensor]]] = []
-        try:
-            for entry, of_task in zip(entries, zip(*images, strict=True), strict=True):
-                futures.append(self._scheduler.submit(entry, of_task))
-        except Refusal:
-            for future in (future for of_task in futures for future in of_task):
-                future.cancel()
-            raise
-        return futures
 
     async def _answers(self, entry: Entry, futures: Sequence["Future[Tensor]"], top: int) -> dict[str, Any]:
         began = time.perf_counter()
@@ -187,7 +166,7 @@ class Engine(Service):
 
     def update_gauges(self) -> None:
         self.metrics.decoding.set(self._decoding)
-        self.metrics.waiting.set(self._scheduler.waiting)
+        self.metrics.waiting.set(self.scheduler.waiting)
         self.metrics.resident.set(len(self.library.net.resident))
         self.metrics.tasks.set(len(self.library.tasks))
         self.metrics.broken.set(len(self.library.errors))

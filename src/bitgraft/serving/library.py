@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from bitgraft.data.preprocessing import Preprocessing
@@ -27,8 +26,7 @@ from bitgraft.task import check_name
 
 log = logging.getLogger("bitgraft.serving")
 
-Signature = tuple[int, int, int]
-"""Of a file: when it was written, its size, its inode."""
+Signature = tuple[int, int, int]  # when a file was written, its size, its inode
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +61,7 @@ class Library:
         self._scanning, self._swapping = threading.Lock(), threading.Lock()
         about = {"name": net.original, "method": "backbone", "bytes": 4 * store.size.parameters}
         self._own = Entry(net.original, net.original, None, preprocessing_of(net, net.original), about)
-        self.tasks: Mapping[str, Entry] = MappingProxyType({net.original: self._own})
+        self.tasks: Mapping[str, Entry] = {net.original: self._own}
 
     @contextmanager
     def borrow(self, names: Iterable[str]) -> Iterator[list[Entry]]:
@@ -85,16 +83,18 @@ class Library:
             except OSError as problem:
                 self._report({**self.errors, "": f"the store's folder cannot be read: {problem.strerror}"})
                 return False
-            changed = {name for name, signature in found.items() if self._seen.get(name) != signature}
-            if changed or self._seen.keys() - found.keys() or "" in self.errors:
+            new = found != self._seen or "" in self.errors
+            if new:
+                changed = {name for name, signature in found.items() if self._seen.get(name) != signature}
                 again = changed | (self.errors.keys() & found.keys())  # a missing dependency may be here now
                 tasks = {name: entry for name, entry in self.tasks.items() if name in found or entry is self._own}
                 self._report(self._load(tasks, sorted(again), found))
                 self._seen = found
-                self._swap(tasks)
-                return True
+                with self._swapping:
+                    self._retired += [entry for name, entry in self.tasks.items() if tasks.get(name) is not entry]
+                    self.tasks = dict(sorted(tasks.items()))
             self._sweep()
-            return False
+            return new
 
     def _find(self, name: str) -> Entry:
         if name in self.tasks:
@@ -140,13 +140,7 @@ class Library:
         for name, text in errors.items():
             if self.errors.get(name) != text:
                 log.error("%s: %s", name or "store", text)
-        self.errors = MappingProxyType(errors)
-
-    def _swap(self, tasks: dict[str, Entry]) -> None:
-        with self._swapping:
-            self._retired += [entry for name, entry in self.tasks.items() if tasks.get(name) is not entry]
-            self.tasks = MappingProxyType(dict(sorted(tasks.items())))
-        self._sweep()
+        self.errors = errors
 
     def _sweep(self) -> None:
         """Unload versions that no request uses and no other task builds on."""

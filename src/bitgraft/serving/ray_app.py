@@ -8,7 +8,6 @@ import asyncio
 import signal
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -54,20 +53,13 @@ def deploy(settings: Settings) -> None:
 
 
 def application(settings: Settings) -> Any:
-    """The two deployments, bound: `ray_serve.run` takes it, and a configuration file of Ray's can name it."""
+    """The two deployments, bound, as `ray_serve.run` takes them."""
     settings = settings.model_copy(update={"store": settings.store.absolute()})  # replicas start in other folders
     limits: dict[str, Any] = {"max_ongoing_requests": settings.max_waiting, "ray_actor_options": {"num_cpus": 1}}
     tasks = ray_serve.deployment(name=REPLICAS, num_replicas=settings.workers, **limits)(_replica(settings))
     limits["ray_actor_options"] = {"num_cpus": 0}  # it mostly waits for replicas: the CPUs are theirs
-    front = ray_serve.deployment(name=FRONT, **limits)(_front(settings))
-    return front.bind(tasks.bind())
-
-
-def from_environment(arguments: dict[str, str]) -> Any:
-    """For `serve run` and its configuration files: `bitgraft.serving.ray_app:from_environment store=DIR`."""
-    if "store" not in arguments:
-        raise ServingError("name the store, as in store=DIR")
-    return application(Settings(store=Path(arguments["store"]), workers=int(arguments.get("replicas", "1"))))
+    ingress = ray_serve.ingress(lambda: make_app(Remote(settings)))(Front)
+    return ray_serve.deployment(name=FRONT, **limits)(ingress).bind(tasks.bind())
 
 
 def _replica(settings: Settings) -> type:
@@ -116,16 +108,9 @@ def _replica(settings: Settings) -> type:
     return Replica
 
 
-def _front(settings: Settings) -> type:
-    def build() -> Any:
-        return make_app(Remote(settings))
-
-    @ray_serve.ingress(build)
-    class Front:
-        def __init__(self, tasks: Any) -> None:
-            pass
-
-    return Front
+class Front:
+    def __init__(self, tasks: Any) -> None:
+        """Ray starts the replicas since they are bound to this."""
 
 
 class Remote(Service):

@@ -7,7 +7,7 @@ first item has waited long enough.
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,23 +44,24 @@ class Scheduler:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def submit(self, task: Hashable, values: Sequence[Any]) -> list["Future[Any]"]:
-        """Queue all of the values, or none if there is no room for them."""
-        items = [_Item(value) for value in values]
+    def submit(self, values: Mapping[Hashable, Sequence[Any]]) -> dict[Hashable, list["Future[Any]"]]:
+        """Queue the values of one or more tasks, or none of them if there is no room for all."""
+        items = {task: [_Item(value) for value in of_task] for task, of_task in values.items()}
         with self._changed:
-            queued = len(self._queues.get(task, ()))
             if self._closing:
                 raise Refusal(503, "the service is shutting down: try another replica", 1)
-            if self.waiting + len(items) > self._total:
+            if self.waiting + sum(map(len, items.values())) > self._total:
                 raise Refusal(503, f"{self.waiting} images are already waiting: try later", self.waiting * self._pace)
-            if queued + len(items) > self._queue:
-                raise Refusal(
-                    429, f"{queued} images are already waiting for task '{task}': try later", queued * self._pace
-                )
-            self._queues.setdefault(task, deque()).extend(items)
-            self.waiting += len(items)
+            for task, new in items.items():
+                queued = len(self._queues.get(task, ()))
+                if queued + len(new) > self._queue:
+                    sentence = f"{queued} images are already waiting for task '{task}': try later"
+                    raise Refusal(429, sentence, queued * self._pace)
+            for task, new in items.items():
+                self._queues.setdefault(task, deque()).extend(new)
+                self.waiting += len(new)
             self._changed.notify()
-        return [item.result for item in items]
+        return {task: [item.result for item in new] for task, new in items.items()}
 
     def hurry(self) -> None:
         """Let no batch wait for more items."""

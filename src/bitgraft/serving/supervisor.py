@@ -3,28 +3,34 @@
 A worker that dies is replaced at once; meanwhile the others answer what waits in the socket.
 """
 
+import asyncio
 import gc
 import logging
 import os
 import signal
 import socket
+import sys
 import time
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import uvicorn
+from PIL import Image
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bitgraft.errors import ServingError
+from bitgraft.serving.app import make_app
+from bitgraft.serving.engine import Engine
 from bitgraft.serving.library import Library
 from bitgraft.serving.metrics import forget_worker, share_folder
 from bitgraft.serving.settings import Settings
-from bitgraft.serving.worker import work
 from bitgraft.store import Store
 
 log = logging.getLogger("bitgraft.serving")
+CONNECTIONS = 1000
 EVERY_TASK = 1 << 30  # the budget of bytes decides, not a count
-STEADY = 10.0  # seconds after which a worker's start counts as a success
-SLOWEST = 10.0  # seconds between two starts of workers that die at once
+STEADY, PAUSE = 10.0, 1.0  # seconds; a worker that dies earlier than that is replaced after a pause
 
 
 def serve(settings: Settings) -> int:
@@ -75,7 +81,6 @@ class _Supervisor:
 
     def _replace_dead(self) -> None:
         """Wait for workers to end, and start others in their place until the service ends."""
-        delay = 0.0
         while self._workers:
             process, status = os.wait()
             started = self._workers.pop(process, 0.0)
@@ -83,8 +88,8 @@ class _Supervisor:
             if self._ending:
                 continue
             log.error("worker %d ended with %d: starting another", process, os.waitstatus_to_exitcode(status))
-            delay = 0.0 if time.monotonic() - started > STEADY else min(SLOWEST, 2 * delay + 0.1)
-            time.sleep(delay)
+            if time.monotonic() - started < STEADY:
+                time.sleep(PAUSE)
             if not self._ending:
                 self._start()
 
@@ -93,7 +98,7 @@ class _Supervisor:
             warnings.simplefilter("ignore", DeprecationWarning)  # no Python thread runs here, and none of torch's yet
             process = os.fork()
         if process == 0:
-            work(self._settings, self._library, self._listener)
+            _work(self._settings, self._library, self._listener)
         self._workers[process] = time.monotonic()
         if self._ending:
             os.kill(process, signal.SIGTERM)
@@ -104,3 +109,60 @@ class _Supervisor:
         self._listener.close()
         for process in self._workers:
             os.kill(process, signal.SIGTERM)
+
+
+def _work(settings: Settings, library: Library, listener: socket.socket) -> NoReturn:
+    """A worker's life, after the fork; it never returns to what the supervisor was doing."""
+    code = 1
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        torch.set_num_threads(settings.threads_each)
+        asyncio.run(_serve(settings, library, listener))
+        code = 0
+    except BaseException:
+        log.exception("a worker failed")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+async def _serve(settings: Settings, library: Library, listener: socket.socket) -> None:
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            engine.scheduler.hurry()  # what waits need not wait for more
+            super().handle_exit(sig, frame)
+
+    engine = Engine(library, settings)
+    config = uvicorn.Config(
+        make_app(engine),
+        http=PatientProtocol,
+        timeout_keep_alive=settings.patience,  # type: ignore[arg-type]  # seconds, of which it says they are whole
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        limit_concurrency=CONNECTIONS,
+        timeout_graceful_shutdown=int(settings.grace),
+    )
+    await Server(config).serve(sockets=[listener])
+
+
+class PatientProtocol(H11Protocol):
+    """uvicorn stops the clock of a connection at the first byte; here it runs until a request's headers are complete.
+
+    A client therefore has `timeout_keep_alive` seconds for them, from the start of the connection or the last response.
+    """
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def data_received(self, data: bytes) -> None:
+        self.conn.receive_data(data)
+        self.handle_events()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._unset_keepalive_if_required()
