@@ -9,7 +9,8 @@ from images import NET, bitgraft, exit_code, furnish, photos
 from safetensors.torch import load_file
 
 from bitgraft.data.preprocessing import Preprocessing, evaluation_tensor
-from bitgraft.store import Store
+from bitgraft.network import Network
+from bitgraft.store import Backbone, Store
 
 SHOT = "photos/test/red/0.png"
 
@@ -107,6 +108,20 @@ def test_predict_folders_and_tasks(run):
     assert [line.split()[:-3] for line in lines[2:]] == [[SHOT, "hues"], ["original"]]
 
 
+def test_predict_loads_a_task_once_that_another_builds_on(run, tmp_path):
+    backbone = Backbone(NET, pretrained=False)
+    net = Network(backbone.build())
+    store = Store.create(tmp_path / "store", backbone, net)
+    for name in ("z", "a"):  # a builds on z
+        net.add_task(name, classes=3, method="packnet", preprocessing={"size": [16, 16]}).prune(0.5)
+    for name in ("z", "a"):
+        net.tasks[name].freeze()
+        net.eval().save_task(name, store.path(name))
+    code, out, err = run("predict", SHOT, "--all-tasks", "--store", str(store.folder), "--json")
+    assert (code, err) == (0, "")
+    assert set(json.loads(out)[0]["tasks"]) == {"a", "z"}
+
+
 def test_predict_answers_the_rest_when_one_cannot_be_read(run, tmp_path):
     (tmp_path / "bad.jpg").write_bytes(b"nonsense")
     code, out, err = run("predict", str(tmp_path / "bad.jpg"), SHOT, "nowhere.png", "--task", "colours")
@@ -180,9 +195,6 @@ def test_export_loads_without_bitgraft(run, tmp_path):
 
 def test_export_says_what_to_type_for_timm(run, tmp_path):
     import timm
-
-    from bitgraft.network import Network
-    from bitgraft.store import Backbone
 
     backbone = Backbone("test_resnet", pretrained=False)
     net = Network(backbone.build())

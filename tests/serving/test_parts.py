@@ -1,7 +1,6 @@
 """The parts of the service by themselves: turns, the library, pictures, keys, sizes."""
 
 import io
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -51,17 +50,14 @@ def test_what_arrives_together_is_one_batch_and_every_item_gets_its_own_result()
     scheduler.start()
     assert [results(futures) for futures in asked] == [[0], [2], [4], [6], [8]]
     assert turns == [("a", [0, 1, 2, 3, 4])]
-    scheduler.close()
 
 
 def test_a_busy_task_costs_the_others_one_batch():
     turns: list = []
     scheduler = recording(turns, batch=4, queue=99, total=999)
-    submit(scheduler, "busy", range(20))
-    submit(scheduler, "quiet", [1])
-    submit(scheduler, "other", range(5))
+    futures = [submit(scheduler, *one) for one in (("busy", range(20)), ("quiet", [1]), ("other", range(5)))]
     scheduler.start()
-    scheduler.close()
+    assert [len(results(one)) for one in futures] == [20, 1, 5]
     assert [key for key, _ in turns] == ["busy", "quiet", "other", "busy", "other", "busy", "busy", "busy"]
 
 
@@ -71,12 +67,13 @@ def test_every_item_runs_once_in_order_and_no_batch_is_too_large(asked, most):
     turns: list = []
     scheduler = recording(turns, batch=most, queue=999, total=999)
     wanted: dict = {}
+    futures: list = []
     for number, (key, count) in enumerate(asked):
         values = [100 * number + item for item in range(count)]
         wanted.setdefault(key, []).extend(values)
-        submit(scheduler, key, values)
+        futures += submit(scheduler, key, values)
     scheduler.start()
-    scheduler.close()
+    results(futures)
     ran: dict = {}
     for key, items in turns:
         assert 1 <= len(items) <= most
@@ -100,12 +97,12 @@ def test_full_queues_refuse_all_of_a_request_or_none_and_say_when_to_come_back()
 def test_values_of_several_tasks_are_queued_together_or_not_at_all():
     turns: list = []
     scheduler = recording(turns, batch=4, queue=2, total=9)
-    submit(scheduler, "b", [1, 2])
+    accepted = submit(scheduler, "b", [1, 2])
     with pytest.raises(Refusal, match="waiting for task 'b'"):
         scheduler.submit({"a": [3], "b": [4]})
     assert scheduler.waiting == 2
     scheduler.start()
-    scheduler.close()
+    results(accepted)
     assert turns == [("b", [1, 2])]
 
 
@@ -121,28 +118,16 @@ def test_a_batch_that_fails_fails_alone():
     with pytest.raises(ValueError, match="no"):
         bad.result(60)
     assert good.result(60) == 2
-    scheduler.close()
 
 
-def test_closing_finishes_what_waits_and_takes_nothing_more():
-    begun, go = threading.Event(), threading.Event()
-
-    def slow(key, items):
-        begun.set()
-        go.wait(60)
-        return items
-
-    scheduler = Scheduler(slow, batch=1, wait=0.0, queue=9, total=9)
+def test_at_the_end_no_batch_waits_for_more():
+    scheduler = Scheduler(lambda task, items: items, batch=4, wait=600.0, queue=9, total=9)
     scheduler.start()
     futures = submit(scheduler, "a", [1, 2, 3])
-    assert begun.wait(60)
-    closing = threading.Thread(target=scheduler.close)
-    closing.start()
-    go.set()
-    closing.join(60)
+    assert not futures[0].done()
+    scheduler.hurry()
     assert results(futures) == [1, 2, 3]
-    with pytest.raises(Refusal, match="shutting down"):
-        submit(scheduler, "a", [4])
+    assert results(submit(scheduler, "a", [4])) == [4]
 
 
 def test_what_is_taken_back_is_not_run():
@@ -150,9 +135,9 @@ def test_what_is_taken_back_is_not_run():
     scheduler = recording(turns, batch=4, queue=9, total=9)
     for future in submit(scheduler, "a", [1, 2]):
         assert future.cancel()
-    submit(scheduler, "b", [3])
+    kept = submit(scheduler, "b", [3])
     scheduler.start()
-    scheduler.close()
+    results(kept)
     assert turns == [("b", [3])]
 
 

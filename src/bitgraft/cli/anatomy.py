@@ -13,6 +13,7 @@ from bitgraft.cli.output import show, table
 if TYPE_CHECKING:
     from bitgraft.backbone.anatomy import Anatomy
 
+Patterns = list[str] | None
 NAMES = "timm's name, wrn-DEPTH-WIDTH, resnet26, or package.module:function."
 TRY = """
   bitgraft anatomy resnet50
@@ -20,17 +21,13 @@ TRY = """
   bitgraft anatomy mypackage.nets:build --example 1,3,64,64 --json"""
 
 
-def _patterns(help: str) -> Any:
-    return Option(metavar="PATTERN", help=f"{help}; repeatable.")
-
-
 def anatomy(
     name: Annotated[str, Argument(metavar="NAME", help=NAMES)],
     weights: Weights = None,
     head: Head = None,
-    transform: Annotated[list[str] | None, _patterns("Weights to transform, instead of all")] = None,
-    skip: Annotated[list[str] | None, _patterns("Weights to leave out")] = None,
-    norms: Annotated[list[str] | None, _patterns("Norm layers per task, instead of all")] = None,
+    transform: Annotated[Patterns, Option(metavar="PATTERN", help="Weights to transform [all]; repeatable.")] = None,
+    skip: Annotated[Patterns, Option(metavar="PATTERN", help="Weights to leave out; repeatable.")] = None,
+    norms: Annotated[Patterns, Option(metavar="PATTERN", help="Norm layers per task [all]; repeatable.")] = None,
     example: Annotated[str | None, Option(metavar="SHAPE", help="A batch to run, for example 1,3,64,64.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -45,11 +42,19 @@ def anatomy(
 
     from bitgraft.backbone.loading import read_backbone
 
-    read = read_backbone(name, weights=weights, **reading)
-    show(as_json, _plain(name, read), *_parts(name, read))
+    data = _plain(name, read_backbone(name, weights=weights, **reading))
+    show(as_json, data, *_parts(data))
 
 
 def _plain(name: str, read: "Anatomy") -> dict[str, Any]:
+    parameters = {name: tensor.numel() for name, tensor in read.backbone.named_parameters()}
+    groups = {
+        "transformed": list(read.weights),
+        "norms": [name for names in read.norms.values() for name in names],
+        "shared": list(read.outside),
+        "head": read.head_names(),
+    }
+    counts = {group: sum(parameters.get(name, 0) for name in names) for group, names in groups.items()}
     return {
         "name": name,
         "head": read.head,
@@ -61,52 +66,37 @@ def _plain(name: str, read: "Anatomy") -> dict[str, Any]:
             for weight in read.weights.values()
         ],
         "norms": {norm: list(names) for norm, names in read.norms.items()},
-        "shared": list(read.outside),
-        "parameters": _totals(read),
+        "shared": groups["shared"],
+        "parameters": {**counts, "all": sum(parameters.values())},
     }
 
 
-def _totals(read: "Anatomy") -> dict[str, int]:
-    """How many parameters are transformed, in norm layers, shared and in the head."""
-    parameters = {name: tensor.numel() for name, tensor in read.backbone.named_parameters()}
-    groups = {
-        "transformed": list(read.weights),
-        "norms": [name for names in read.norms.values() for name in names],
-        "shared": list(read.outside),
-        "head": read.head_names(),
-    }
-    counts = {group: sum(parameters.get(name, 0) for name in names) for group, names in groups.items()}
-    return {**counts, "all": sum(parameters.values())}
-
-
-def _parts(name: str, read: "Anatomy") -> list[Any]:
+def _parts(data: dict[str, Any]) -> list[Any]:
     rows = []
-    for weight in read.weights.values():
-        kind = weight.kind if weight.groups == 1 else f"{weight.kind}, {weight.groups} groups"
-        k0 = "fixed at 1" if weight.scale_free else "learned"
-        rows.append((weight.name, "×".join(map(str, weight.shape)), kind, weight.feeds, k0))
-    count = _totals(read)
+    for weight in data["weights"]:
+        kind = weight["kind"] + (f", {weight['groups']} groups" if weight["groups"] > 1 else "")
+        k0 = "fixed at 1" if weight["k0"] == "fixed" else "learned"
+        rows.append((weight["name"], "×".join(map(str, weight["shape"])), kind, weight["feeds"], k0))
+    count, features, head = data["parameters"], data["features"], data["head"]
+    if head is not None:
+        head += f" ({features} features)" if features else ""
+    elif data["head_known"]:
+        head = f"none: the backbone gives {features} features" if features else "none: the backbone gives features"
+    else:
+        head = "unknown: give --head LAYER, or --head none for features"
     summary = [
         ("transformed, about one bit each", count["transformed"], "the weights above"),
-        ("norm layers, a copy per task", count["norms"], grouped(read.norms)),
-        ("head, another per task", count["head"], _head(read)),
-        ("shared, unchanged", count["shared"], grouped(read.outside)),
+        ("norm layers, a copy per task", count["norms"], grouped(data["norms"])),
+        ("head, another per task", count["head"], head),
+        ("shared, unchanged", count["shared"], grouped(data["shared"])),
         ("all", count["all"], ""),
     ]
     return [
-        f"{name}: the weights that a task transforms, in the order in which data reaches them",
+        f"{data['name']}: the weights that a task transforms, in the order in which data reaches them",
         table(["weight", "shape>", "kind", "feeds norm", "k0"], rows),
         table(["parameters", "count>", "which"], summary),
-        f"What tasks cost: bitgraft params {name}",
+        f"What tasks cost: bitgraft params {data['name']}",
     ]
-
-
-def _head(read: "Anatomy") -> str:
-    if read.head is not None:
-        return f"{read.head} ({read.features} features)" if read.features else read.head
-    if read.head_known:
-        return f"none: the backbone gives {read.features or ''} features".replace("  ", " ")
-    return "unknown: give --head LAYER, or --head none for features"
 
 
 def grouped(names: Any) -> str:

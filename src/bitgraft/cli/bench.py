@@ -1,14 +1,18 @@
 """`bitgraft bench`: the runs of a suite."""
 
 import os
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
 
 from bitgraft.cli.options import AsJson, Pretrained, Root, Suite, Weights, Workers
 from bitgraft.cli.output import FAILURE, show
+
+if TYPE_CHECKING:
+    from bitgraft.paper.bench.runner import Board
 
 TRY = """
   bitgraft bench decathlon --root data --rows full,finetune --seeds 0,1,2 --runs runs/decathlon
@@ -72,15 +76,18 @@ def bench(
         show(as_json, {"done": done, "left": left}, text)
         return
 
-    from bitgraft.cli.board import Progress
+    from rich.console import Console
+    from rich.live import Live
+
     from bitgraft.paper.bench.pools import Local, Place, Ray
     from bitgraft.paper.bench.submission import write_submission
 
     place = Place(root, folder, threads or max(1, (os.cpu_count() or 1) // jobs), workers)
     pool = Local(jobs) if ray is None else Ray(None if ray == "local" else ray)
     runner.describe(whole, folder)
-    with Progress(folder, quiet=as_json) as progress:
-        board = runner.run(chosen, place, pool, [progress])
+    console = Console(stderr=True, quiet=as_json)
+    with Live(console=console, auto_refresh=False, transient=not console.is_terminal) as live:
+        board = runner.run(chosen, place, pool, [_Progress(live, folder)])
     failed = {str(ended.cell): ended.fault for ended in board.failed}
     show(as_json, {"done": len(board.done), "failed": failed, "runs": str(folder)})
     for cell, fault in failed.items():
@@ -103,3 +110,42 @@ def _numbers(text: str | None) -> list[int]:
         return [int(word) for word in _words(text)]
     except ValueError:
         raise typer.BadParameter(f"--seeds {text}: give whole numbers, as in --seeds 0,1,2") from None
+
+
+class _Progress:
+    """A live table in a terminal, else a line for each run."""
+
+    def __init__(self, live: Any, folder: Path) -> None:
+        self.live, self.folder = live, folder
+
+    def changed(self, board: "Board") -> None:
+        if self.live.console.is_terminal:
+            self.live.update(table(board, self.folder), refresh=True)
+        elif not self.live.console.quiet:
+            ended = len(board.done) + len(board.failed)
+            print(f"{ended} of {ended + len(board.left)} runs done, {len(board.failed)} failed", file=sys.stderr)
+
+
+def table(board: "Board", folder: Path) -> Any:
+    """Test accuracies so far: the mean over seeds, and how many of them are done."""
+    from rich.table import Table
+
+    from bitgraft.methods import registry
+    from bitgraft.paper.bench.runner import records
+    from bitgraft.paper.report.records import ORIGINAL
+
+    suite = board.suite
+    drawn = Table(
+        "row", title=f"{suite.name}: {len(board.done)} runs done, {len(board.left)} left, {len(board.failed)} failed"
+    )
+    for dataset in suite.datasets:
+        drawn.add_column(dataset.title or dataset.name, justify="right")
+    found: dict[tuple[str, str], list[float]] = {}
+    for record in records(suite, folder):
+        found.setdefault((record["row"], record["dataset"]), []).append(record["last"]["test_accuracy"] or 0.0)
+    for row in suite.rows:
+        original = ORIGINAL if not registry.get(row.method).joint else ""  # a joint method has another backbone
+        values = [found.get((row.row, d.name)) or found.get((original, d.name), []) for d in suite.datasets]
+        means = [f"{100 * sum(v) / len(v):.1f}{f' ({len(v)})' if len(v) > 1 else ''}" if v else "·" for v in values]
+        drawn.add_row(row.title or row.row, *means)
+    return drawn

@@ -98,9 +98,8 @@ def _names(given: str | None) -> list[str] | None:
     """The names in a file, one per line, or between commas."""
     if given is None:
         return None
-    if not Path(given).is_file():
-        return [name.strip() for name in given.split(",")]
-    return [line.strip() for line in Path(given).read_text(encoding="utf-8").splitlines() if line.strip()]
+    names = Path(given).read_text(encoding="utf-8").splitlines() if Path(given).is_file() else given.split(",")
+    return [name.strip() for name in names if name.strip()]
 
 
 class _Distance(Callback):

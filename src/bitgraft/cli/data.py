@@ -1,7 +1,6 @@
 """`bitgraft data`: whether the data sets of a suite are there."""
 
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -30,24 +29,15 @@ def check(suite: Suite, root: Root = Path(), as_json: AsJson = False) -> None:
     from bitgraft.paper.bench.check import check_suite, layout, unchecked
     from bitgraft.paper.bench.reading import load_suite
 
-    held = load_suite(suite)
-    found = {name: list(faults) for name, faults in check_suite(held, root)}
-    report: dict[str, dict[str, Any]] = {
-        dataset.name: {
-            "ready": not found[dataset.name],
-            "faults": found[dataset.name],
-            "layout": layout(dataset),
-            "source": dataset.source,
-            "unchecked": unchecked(dataset, root),
-        }
-        for dataset in held.datasets
-    }
-    lines = []
-    for name, said in report.items():
-        ready = "ready" + (f"; not here to be checked: {', '.join(said['unchecked'])}" if said["unchecked"] else "")
-        about = [f"from: {said['source']}"] if said["source"] else []
-        told = [*said["faults"], *about, f"read as: {said['layout']}"] if said["faults"] else [ready]
+    held, report, lines = load_suite(suite), {}, []
+    for dataset, (name, found) in zip(held.datasets, check_suite(held, root), strict=True):
+        faults, gone, read = list(found), unchecked(dataset, root), layout(dataset)
+        about = {"faults": faults, "layout": read, "source": dataset.source, "unchecked": gone}
+        report[name] = {"ready": not faults, **about}
+        told = ["ready" + (f"; not here to be checked: {', '.join(gone)}" if gone else "")]
+        if faults:
+            told = [*faults, *([f"from: {dataset.source}"] if dataset.source else []), f"read as: {read}"]
         lines += [f"{'' if number else name:16}{line}" for number, line in enumerate(told)]
     show(as_json, report, "\n".join(lines))
-    if any(found.values()):
+    if not all(one["ready"] for one in report.values()):
         raise typer.Exit(FAILURE)

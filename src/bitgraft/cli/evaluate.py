@@ -40,22 +40,18 @@ def evaluate(
     classes = Store(store).archive(task).metadata.classes or ()
     images = _images(open_data(data, seed=seed), data, split, classes, task)
     right, total = _right(network_with(store, [task]), task, images, batch, workers), Counter(images.labels)
-    report: dict[str, Any] = {
-        "data": data,
-        "split": split,
-        "task": task,
-        "images": (every := total.total()),
-        "correct": (correct := right.total()),
-        "accuracy": correct / every,
-    }
-    rows = [(classes[label], count, right[label], right[label] / count) for label, count in sorted(total.items())]
-    said = f"{task} on {data}: {percent(correct / every)} ({correct:,} of {every:,} {split} images are right)"
-    parts: list[Any] = [said]
-    if by_class:
-        fields = ("class", "images", "correct", "accuracy")
-        report["by_class"] = [dict(zip(fields, row, strict=True)) for row in rows]
-        parts.append(table(["class", "images>", "right>", "accuracy>"], [(*r[:3], percent(r[3])) for r in rows]))
-    show(as_json, report, *parts)
+    rows: list[dict[str, Any]] = [
+        {"class": classes[label], "images": count, "correct": right[label], "accuracy": right[label] / count}
+        for label, count in sorted(total.items())
+    ]
+    correct, count, accuracy = right.total(), total.total(), right.total() / total.total()
+    report = {"data": data, "split": split, "task": task, "images": count, "correct": correct, "accuracy": accuracy}
+    said = f"{task} on {data}: {percent(accuracy)} ({correct:,} of {count:,} {split} images are right)"
+    if not by_class:
+        show(as_json, report, said)
+        return
+    cells = [(row["class"], row["images"], row["correct"], percent(row["accuracy"])) for row in rows]
+    show(as_json, report | {"by_class": rows}, said, table(["class", "images>", "right>", "accuracy>"], cells))
 
 
 def _images(splits: "Splits", data: str, split: str, classes: Sequence[str], task: str) -> "Images":

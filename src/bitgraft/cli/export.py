@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from typer import Option
 
-from bitgraft.cli.options import STORE, AsJson, Overwrite, StoreFolder, complete_tasks, network_with
+from bitgraft.cli.options import STORE, AllTasks, AsJson, Overwrite, StoreFolder, TaskNames, chosen_tasks, network_with
 from bitgraft.cli.output import megabytes, show
 
 if TYPE_CHECKING:
@@ -14,19 +14,16 @@ if TYPE_CHECKING:
 
 TRY = """
   bitgraft export --task flowers
-  bitgraft export --task flowers --format onnx
   bitgraft export --task flowers --format torch-export --output flowers.pt2
   bitgraft export --all-tasks --format onnx --output all.onnx"""
-TASK = "The task's name in the store; several go into one ONNX file."
+Format = Literal["state-dict", "torch-export", "onnx"]
 ENDINGS = {"state-dict": "-weights.safetensors", "torch-export": ".pt2", "onnx": ".onnx"}
 
 
 def export(
-    task: Annotated[list[str] | None, Option(metavar="NAME", help=TASK, autocompletion=complete_tasks)] = None,
-    all_tasks: Annotated[bool, Option("--all-tasks", help="Every task in the store, in one ONNX file.")] = False,
-    form: Annotated[
-        Literal["state-dict", "torch-export", "onnx"], Option("--format", help="What to write.")
-    ] = "state-dict",
+    task: TaskNames = None,
+    all_tasks: AllTasks = False,
+    form: Annotated[Format, Option("--format", help="What to write.")] = "state-dict",
     store: StoreFolder = STORE,
     output: Annotated[str | None, Option(metavar="FILE", help="[NAME and the format's ending]")] = None,
     overwrite: Overwrite = False,
@@ -41,12 +38,7 @@ def export(
     from bitgraft.errors import StoreError
     from bitgraft.store import Store
 
-    if bool(task) == all_tasks:
-        raise typer.BadParameter("give --task NAME, or --all-tasks")
-    opened = Store(store)
-    names = list(dict.fromkeys(task or opened.names()))
-    if not names:
-        raise typer.BadParameter(f"the store at {store} has no tasks yet")
+    names = chosen_tasks(store, task, all_tasks)
     bundled = all_tasks or len(names) > 1
     if bundled and form != "onnx":
         raise typer.BadParameter("several tasks go into one file only with --format onnx")
@@ -54,7 +46,7 @@ def export(
     if path.exists() and not overwrite:
         raise StoreError(f"{path} is there already: choose another --output, or pass --overwrite")
     net = network_with(store, names)
-    data, recipe = _written(net, names, form, bundled, path, opened.backbone.name)
+    data, recipe = _written(net, names, form, bundled, path, Store(store).backbone.name)
     write_atomically(path, data)
     report = {"file": str(path), "format": form, "tasks": names, "bytes": len(data)}
     show(as_json, report, f"wrote {path}, {megabytes(len(data))}", recipe)

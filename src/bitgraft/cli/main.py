@@ -51,7 +51,7 @@ def main() -> None:
     """Run the command line: mistakes become one sentence and an exit code, never a traceback."""
     try:
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without ∘ still gets its table
-        code = app(standalone_mode=False)
+        code = app(prog_name="bitgraft", standalone_mode=False)
         sys.stdout.flush()
     except UsageError as error:
         context = getattr(error, "ctx", None)

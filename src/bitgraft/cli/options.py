@@ -23,9 +23,12 @@ def complete_tasks(context: typer.Context, incomplete: str) -> list[str]:
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
 StoreFolder = Annotated[str, Option("--store", metavar="DIR", help="The store's folder.")]
-TaskName = Annotated[
-    str, Option("--task", metavar="NAME", help="The task's name in the store.", autocompletion=complete_tasks)
+TaskName = Annotated[str, Option("--task", metavar="NAME", help="A task in the store.", autocompletion=complete_tasks)]
+TaskNames = Annotated[
+    list[str] | None,
+    Option("--task", metavar="NAME", help="A task in the store; repeatable.", autocompletion=complete_tasks),
 ]
+AllTasks = Annotated[bool, Option("--all-tasks", help="Every task in the store.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace what is already there.")]
 Workers = Annotated[int, Option(min=0, metavar="N", help="Processes that load images.")]
 Weights = Annotated[str | None, Option(metavar="SOURCE", help="The backbone's weights: a file, or package:NAME.")]
@@ -51,6 +54,22 @@ def asked_backbone(
     if not Store.exists(store):
         raise typer.BadParameter(f"there is no store at {store} yet: {remedy}")
     return None if weights is None else Backbone(Store(store).backbone.name, weights, pretrained)
+
+
+def chosen_tasks(store: str, asked: Sequence[str] | None, every: bool) -> list[str]:
+    """The tasks named by --task, or all; a store's only task need not be named."""
+    from bitgraft.store import Store
+
+    there = Store(store).names()
+    if every and asked:
+        raise typer.BadParameter("--task and --all-tasks exclude each other")
+    if asked:
+        return list(dict.fromkeys(asked))
+    if not there:
+        raise typer.BadParameter(f"the store at {store} has no tasks yet")
+    if every or len(there) == 1:
+        return there
+    raise typer.BadParameter(f"give --task NAME or --all-tasks; the store has {', '.join(there)}")
 
 
 def network_with(store: str, names: Sequence[str]) -> "Network":

@@ -40,10 +40,8 @@ def params(
     from bitgraft.backbone.loading import read_backbone
     from bitgraft.paper.parameter_counts import account, paper_accounts
 
-    if name is None:
-        counted = paper_accounts()
-    else:
-        counted = [account(read_backbone(name, **({"head": head} if head else {})), tasks or 6, name)]
+    given = {} if head is None else {"head": head}
+    counted = [account(read_backbone(name, **given), tasks or 6, name)] if name else paper_accounts()
     show(as_json, [asdict(one) for one in counted], *(part for one in counted for part in _parts(one)), LEGEND)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from bitgraft.cli.options import STORE, AsJson, StoreFolder, complete_tasks, network_with
+from bitgraft.cli.options import STORE, AllTasks, AsJson, StoreFolder, TaskNames, chosen_tasks, network_with
 from bitgraft.cli.output import FAILURE, percent, show, table
 
 if TYPE_CHECKING:
@@ -19,24 +19,21 @@ TRY = """
   bitgraft predict rose.jpg --task flowers
   bitgraft predict photos/ --all-tasks --top 1 --json
   bitgraft predict rose.jpg --task original"""
-TASK = "Which task; repeatable. The backbone's own is `original`."
 
 
 def predict(
     images: Annotated[list[str], Argument(metavar="IMAGE...", help="Image files, or folders of them.")],
-    task: Annotated[list[str] | None, Option(metavar="NAME", help=TASK, autocompletion=complete_tasks)] = None,
-    all_tasks: Annotated[bool, Option("--all-tasks", help="Every task in the store.")] = False,
+    task: TaskNames = None,
+    all_tasks: AllTasks = False,
     store: StoreFolder = STORE,
     top: Annotated[int, Option(min=1, help="How many classes for each image.")] = 5,
     as_json: AsJson = False,
 ) -> None:
     """Classify images with one task, several or all.
 
-    A file that cannot be read is named; the others are answered, and the exit code is 1.
+    The backbone's own task is `original`. A file that cannot be read is named, and the exit code is then 1.
     """
-    from bitgraft.store import Store
-
-    names = _chosen(store, Store(store).names(), task or [], all_tasks)
+    names = chosen_tasks(store, task, all_tasks)
     files, faults = _files(images)
     net = network_with(store, names)
     answers: dict[str, dict[str, Any]] = {path: {} for path in files}
@@ -51,18 +48,6 @@ def predict(
         print(f"error: {reason}", file=sys.stderr)
     if faults:
         raise typer.Exit(FAILURE)
-
-
-def _chosen(store: str, there: list[str], asked: Sequence[str], every: bool) -> list[str]:
-    if every and asked:
-        raise typer.BadParameter("--task and --all-tasks exclude each other")
-    if asked:
-        return list(dict.fromkeys(asked))
-    if not there:
-        raise typer.BadParameter(f"the store at {store} has no tasks yet")
-    if every or len(there) == 1:
-        return there
-    raise typer.BadParameter(f"give --task NAME or --all-tasks; the store has {', '.join(there)}")
 
 
 def _files(given: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -10,7 +10,6 @@ from bitgraft.cli.options import AsJson
 from bitgraft.cli.output import show
 
 TRY = """
-  bitgraft report runs/decathlon
   bitgraft report runs/decathlon --published --output docs/results/decathlon
   bitgraft report docs/results/decathlon/records.jsonl --baseline finetune --output other
   bitgraft report runs/quick-grid --validation --json"""

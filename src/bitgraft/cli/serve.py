@@ -12,9 +12,6 @@ TRY = """
   bitgraft serve --store my-store
   curl --data-binary @rose.jpg -H 'Content-Type: image/jpeg' localhost:8000/v1/predict/flowers
   bitgraft serve --host 0.0.0.0 --workers 4 --memory-budget 1GB --api-key-file keys.txt"""
-QUEUE = "Images waiting for one task, else 429; four times as many for all, else 503."
-EXACT = "Run a batch image by image, so that answers equal offline ones to the last bit."
-KEYS = "API keys, one per line; all but health checks must send one."
 
 
 def serve(
@@ -27,15 +24,15 @@ def serve(
     memory_budget: Annotated[str, Option(metavar="SIZE", help="Memory for computed weights, per worker.")] = "2GB",
     max_batch: Annotated[int, Option(min=1, help="Images of one task that run in one turn.")] = 32,
     max_wait_ms: Annotated[float, Option(min=0, help="How long an image waits for others of its task.")] = 5.0,
-    max_queue: Annotated[int, Option(min=1, help=QUEUE)] = 64,
+    max_queue: Annotated[int, Option(min=1, help="Images waiting for one task; four times as many for all.")] = 64,
     max_upload: Annotated[str, Option(metavar="SIZE", help="The largest request.")] = "20MB",
     max_pixels: Annotated[int, Option(min=1, help="The largest image, checked before decoding.")] = 32_000_000,
     patience: Annotated[float, Option(min=0.1, help="Seconds for a client to send a request.")] = 20.0,
     grace: Annotated[float, Option(min=0, help="Seconds to finish accepted requests at the end.")] = 30.0,
     poll: Annotated[float, Option(min=0.05, help="Seconds between checks for changed task files.")] = 1.0,
-    exact: Annotated[bool, Option("--exact/--fused", help=EXACT)] = True,
+    exact: Annotated[bool, Option("--exact/--fused", help="Run batches image by image, for exact answers.")] = True,
     device: Annotated[str, Option(help="Where the network runs, as torch calls it.")] = "cpu",
-    api_key_file: Annotated[Path | None, Option(metavar="FILE", help=KEYS)] = None,
+    api_key_file: Annotated[Path | None, Option(metavar="FILE", help="API keys, one per line.")] = None,
     ray: Annotated[bool, Option("--ray", help="Deploy on Ray Serve, with --workers replicas.")] = False,
 ) -> None:
     """Serve every task of a store over HTTP, with a page to try them.

@@ -26,7 +26,8 @@ def tasks(store: StoreFolder = STORE, as_json: AsJson = False) -> None:
             archive = opened.archive(name)
             if archive.backbone != opened.fingerprint:
                 raise WrongBackboneError(f"{opened.path(name)} belongs to another backbone, {archive.backbone[:12]}")
-            rows.append(summary(name, inspect_archive(archive, size), opened.size.weights))
+            row = summary(name, inspect_archive(archive, size), opened.size.weights)
+            rows.append({**row, "leans_on": list(archive.metadata.leans_on)})
         except BitgraftError as fault:
             rows.append({"name": name, "bytes": size, "error": str(fault)})
     whole, together = 4 * opened.size.parameters, sum(row["bytes"] for row in rows)

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 TRY = """
   bitgraft train photos --task flowers --backbone resnet50
-  bitgraft train photos --task flowers --size 64 --epochs 3 --rate k=3e-3
-  bitgraft train decathlon-1.0:gtsrb --task signs --preset decathlon --no-flip
+  bitgraft train decathlon-1.0:gtsrb --task signs --preset decathlon --no-flip --rate k=3e-3
   bitgraft train photos --task flowers --resume
   bitgraft train few-photos --task orchids --borrow flowers --borrow leaves
   bitgraft train photos signs --task flowers --task signs --method adapters-joint --backbone resnet50 --store joint
@@ -89,20 +88,9 @@ def train(
     from bitgraft.workflows.train_task import Request
 
     chosen = opt.asked_backbone(store, backbone, weights, pretrained, "start it with --backbone NAME")
+    how: dict[str, Any] = {"workers": workers, "resume": resume, "overwrite": overwrite, "skip_bad": skip_bad_images}
     requests = [
-        Request(
-            source,
-            name,
-            method,
-            config,
-            options,
-            workers=workers,
-            resume=resume,
-            overwrite=overwrite,
-            skip_bad=skip_bad_images,
-            borrow=tuple(borrow or ()),
-            start=start,
-        )
+        Request(source, name, method, config, options, **how, borrow=tuple(borrow or ()), start=start)
         for source, name in zip(data, task, strict=True)
     ]
     again = shlex.join(["bitgraft", *(argument for argument in sys.argv[1:] if argument != "--resume"), "--resume"])

@@ -1,9 +1,11 @@
 """What `bitgraft train` does once its command line is understood, in one process or several."""
 
 import os
+import signal
 import sys
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -11,7 +13,6 @@ import typer
 from accelerate import Accelerator
 from rich.console import Console
 
-from bitgraft.cli.interrupts import Interrupts
 from bitgraft.cli.options import STORE
 from bitgraft.cli.output import INTERRUPTED, megabytes, percent, show
 from bitgraft.cli.output import console as make_console
@@ -24,6 +25,8 @@ from bitgraft.training.loop import StoppedError
 from bitgraft.training.progress import Progress
 from bitgraft.workflows import train_jointly as jointly
 from bitgraft.workflows.train_task import Request, TrainData, TrainResult, check_free, open_request, open_store, train
+
+SELDOM = 100  # steps, at most, between the times that several processes ask each other whether to stop
 
 
 def run(
@@ -108,7 +111,20 @@ def _open(requests: list[Request], console: Console) -> list[TrainData]:
 
 def _report(console: Console, store: Store, run_folder: Path, results: list[TrainResult], as_json: bool) -> None:
     if as_json:
-        plain = [_plain(run_folder, result) for result in results]
+        plain = [
+            {
+                "task": result.task.name,
+                "method": result.task.metadata.method,
+                "classes": list(result.task.classes or ()),
+                "file": str(result.path),
+                "bytes": result.path.stat().st_size,
+                "metrics": result.task.metrics,
+                "metrics_file": str(run_folder / runs.METRICS),
+                "history": result.history,
+                "skipped": [{"file": str(path), "reason": reason} for path, reason in result.skipped],
+            }
+            for result in results
+        ]
         show(True, plain[0] if len(plain) == 1 else {"tasks": plain, "weights": store.backbone.weights})
         return
     for result in results:
@@ -123,15 +139,49 @@ def _report(console: Console, store: Store, run_folder: Path, results: list[Trai
     console.print(f"next: bitgraft predict IMAGE --task {results[0].task.name}{where}")
 
 
-def _plain(run_folder: Path, result: TrainResult) -> dict[str, Any]:
-    return {
-        "task": result.task.name,
-        "method": result.task.metadata.method,
-        "classes": list(result.task.classes or ()),
-        "file": str(result.path),
-        "bytes": result.path.stat().st_size,
-        "metrics": result.task.metrics,
-        "metrics_file": str(run_folder / runs.METRICS),
-        "history": result.history,
-        "skipped": [{"file": str(path), "reason": reason} for path, reason in result.skipped],
-    }
+class Interrupts(Callback):
+    """Ctrl-C and SIGTERM: a run stops after the current step and keeps its state.
+
+    It is a callback, so that it knows when there is a state to keep; before and after, a signal ends the command.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator, self.alone = accelerator, accelerator.num_processes == 1
+        self.asked = self.running = False
+        self._process, self._steps, self._every = os.getpid(), 0, 1
+
+    def __enter__(self) -> "Interrupts":
+        self._before = {kind: signal.signal(kind, self._handle) for kind in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for kind, handler in self._before.items():
+            signal.signal(kind, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a worker that loads images; the main process ends it
+            return
+        if not self.running or (self.asked and self.alone):
+            raise KeyboardInterrupt
+        if self.asked:  # the launcher passes on what all have got already
+            return
+        self.asked = True
+        if self.accelerator.is_main_process:
+            once_more = b"; once more stops at once" if self.alone else b""
+            os.write(sys.stderr.fileno(), b"\nstopping after this step" + once_more + b"\n")
+
+    def stop(self) -> bool:
+        """Asked after each step, in every process alike; they must stop at the same one."""
+        if self.alone:
+            return self.asked
+        self._steps += 1
+        if self._steps % self._every:
+            return False
+        asked = torch.tensor(float(self.asked), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(asked, "sum"))
+
+    def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
+        self.running, self._every = True, max(1, min(SELDOM, steps_per_epoch // 50))
+
+    def end(self) -> None:
+        self.running = False

@@ -4,8 +4,6 @@ import base64
 import hashlib
 import re
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Annotated, Any
 
@@ -57,13 +55,7 @@ class Predictions(BaseModel):
 
 
 def make_app(service: Service) -> FastAPI:
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await service.start()
-        yield
-        await service.stop()
-
-    app = FastAPI(title="bitgraft", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="bitgraft", version=__version__, docs_url=None, redoc_url=None)
     app.add_exception_handler(Refusal, _refused)
     for kind in (HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _failed)
@@ -81,19 +73,19 @@ def _add_predictions(app: FastAPI, service: Service) -> None:
     @app.post("/v1/predict/{task:path}", response_model=Prediction, openapi_extra=BODY)
     async def predict(request: Request, task: str, top: Top = 5) -> Any:
         """One task's answers to one or more images."""
-        async with uploads.read(request) as upload:
-            return (await service.predict([task], upload.images, top))[0]
+        async with uploads.read(request) as (images, _):
+            return (await service.predict([task], images, top))[0]
 
     @app.post("/v1/predict", response_model=Predictions, openapi_extra=BODY)
     async def predict_several(request: Request, task: Tasks = [], top: Top = 5) -> Any:  # noqa: B006
         """The answers of several tasks to the same images."""
         began = time.perf_counter()
-        async with uploads.read(request) as upload:
-            names = [*task, *upload.tasks]
+        async with uploads.read(request) as (images, more):
+            names = [*task, *more]
             if not names:
                 known = ", ".join(row["name"] for row in (await service.tasks())["tasks"])
                 raise Refusal(422, f"name the tasks, as in ?task=NAME&task=NAME; known are {known}")
-            answers = await service.predict(names, upload.images, top)
+            answers = await service.predict(names, images, top)
         return {"milliseconds": round(1000 * (time.perf_counter() - began), 3), "tasks": answers}
 
 
@@ -108,18 +100,12 @@ def _add_state(app: FastAPI, service: Service) -> None:
         """One task: its classes, and by layer the share of ones and k0..k3."""
         return await service.task(task)
 
-    def state(good: bool) -> Response:
-        return JSONResponse({"status": "ok" if good else "unavailable"}, 200 if good else 503)
-
     @app.get("/healthz")
-    async def healthy() -> Response:
-        """Whether the process works."""
-        return state(service.healthy())
-
     @app.get("/readyz")
-    async def ready() -> Response:
-        """Whether it accepts requests."""
-        return state(service.ready())
+    async def healthy() -> Response:
+        """Whether the process works and accepts requests."""
+        good = service.healthy()
+        return JSONResponse({"status": "ok" if good else "unavailable"}, 200 if good else 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:

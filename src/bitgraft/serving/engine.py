@@ -33,18 +33,7 @@ class Service(Protocol):
     async def tasks(self) -> dict[str, Any]: ...
     async def task(self, name: str) -> dict[str, Any]: ...
 
-    # what follows is for a service with work of its own in this process
-
-    async def start(self) -> None:
-        return
-
-    async def stop(self) -> None:
-        return
-
     def healthy(self) -> bool:
-        return True
-
-    def ready(self) -> bool:
         return True
 
     def update_gauges(self) -> None:
@@ -65,32 +54,22 @@ class Engine(Service):
         )
         self._decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="bitgraft-decoder")
         self._decoding = 0
-        self._ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="bitgraft-watcher", daemon=True)
 
-    async def start(self) -> None:
+    def start(self) -> None:
         self.library.net.to(self.settings.device)
         self.library.scan()
         self.scheduler.start()
         self._watcher.start()
 
-    async def stop(self) -> None:
-        """Finish what was accepted."""
-        self._ended.set()
-        await asyncio.to_thread(self.scheduler.close)
-        self._decoders.shutdown()
-
     def healthy(self) -> bool:
         return self.scheduler.alive
-
-    def ready(self) -> bool:
-        return self.scheduler.alive and not self._ended.is_set()
 
     async def predict(self, names: Sequence[str], images: Sequence[bytes], top: int) -> Predictions:
         """Every task's answers to every image. A request that cannot be answered whole is refused whole."""
         try:
             with self.library.borrow(dict.fromkeys(names)) as entries:
-                self._check_count(len(entries), len(images))
+                self._check(len(entries), len(images))
                 decoded = await self._decode(entries, images)
                 futures = self.scheduler.submit(dict(zip(entries, zip(*decoded, strict=True), strict=True)))
                 return await asyncio.gather(*(self._answers(entry, futures[entry], top) for entry in entries))
@@ -99,17 +78,17 @@ class Engine(Service):
         except UnknownTaskError as problem:
             raise Refusal(404, str(problem)) from problem
 
-    def _check_count(self, tasks: int, images: int) -> None:
-        """Refuse what would not fit into empty queues."""
+    def _check(self, tasks: int, images: int) -> None:
+        """Refuse what would not fit into empty queues, or has too many before it."""
         most, total = self.settings.max_queue, self.settings.max_waiting
         if images > most or tasks * images > total:
             limits = f"send at most {most} images, and at most {total} images times tasks"
             raise Refusal(413, f"{images} images for {tasks} tasks are too many for one request: {limits}")
+        if self._decoding + images > total:
+            raise Refusal(503, f"{self._decoding} images are already waiting to be decoded: try later", 1)
 
     async def _decode(self, entries: Sequence[Entry], images: Sequence[bytes]) -> list[list[Tensor]]:
         """Each image as each task takes it: for each image, a tensor per task."""
-        if self._decoding + len(images) > self.settings.max_waiting:
-            raise Refusal(503, f"{self._decoding} images are already waiting to be decoded: try later", 1)
         wanted, limit = [entry.preprocessing for entry in entries], self.settings.max_pixels
         names = ["the image"] if len(images) == 1 else [f"image {i + 1}" for i in range(len(images))]
 
@@ -142,12 +121,11 @@ class Engine(Service):
 
     async def tasks(self) -> dict[str, Any]:
         """The store as JSON."""
-        library, resident, errors = self.library, self.library.net.resident, dict(self.library.errors)
-        rows = [
-            {**entry.about, "resident": entry.inner in resident}
-            | ({"error": errors.pop(name)} if name in errors else {})
-            for name, entry in library.tasks.items()
-        ]
+        library, errors = self.library, dict(self.library.errors)
+        rows = [{**entry.about, "resident": entry.inner in library.net.resident} for entry in library.tasks.values()]
+        for row in rows:
+            if row["name"] in errors:  # the old version goes on
+                row["error"] = errors.pop(row["name"])
         return {
             "backbone": library.store.backbone.name,
             "original": library.net.original,
@@ -172,6 +150,7 @@ class Engine(Service):
         self.metrics.broken.set(len(self.library.errors))
 
     def _watch(self) -> None:
-        while not self._ended.wait(self.settings.poll):
+        while True:
+            time.sleep(self.settings.poll)
             self.library.scan()
             self.update_gauges()

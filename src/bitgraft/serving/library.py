@@ -4,15 +4,13 @@ A loaded task never changes. A replaced file becomes another `Entry` under the s
 old one are still answered by it. A file that cannot be used changes nothing and is reported.
 """
 
-import contextlib
 import logging
 import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bitgraft.data.preprocessing import Preprocessing
@@ -26,7 +24,7 @@ from bitgraft.task import check_name
 
 log = logging.getLogger("bitgraft.serving")
 
-Signature = tuple[int, int, int]  # when a file was written, its size, its inode
+Signature = tuple[int, int, int]  # a file's size, when it was written, its inode
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +77,8 @@ class Library:
         """Load what was added, replaced or removed since the last scan; whether anything was."""
         with self._scanning:
             try:
-                found = dict(_files(self.store.folder))
+                files = [p for p in self.store.folder.iterdir() if p.suffix == SUFFIX and not p.name.startswith(".")]
+                found = {p.stem: ((stat := p.stat()).st_size, stat.st_mtime_ns, stat.st_ino) for p in files}
             except OSError as problem:
                 self._report({**self.errors, "": f"the store's folder cannot be read: {problem.strerror}"})
                 return False
@@ -111,7 +110,7 @@ class Library:
                 self._versions += 1
                 inner = f"v{self._versions}"
                 try:
-                    tasks[name] = self._read(name, inner, found[name][1])
+                    tasks[name] = self._read(name, inner, found[name][0])
                 except Exception as problem:  # whatever a file makes the reader do, the others are served
                     if inner in self.net.tasks:
                         self.net.remove_task(inner)
@@ -147,18 +146,10 @@ class Library:
         with self._swapping:
             unused = [entry for entry in self._retired if not self._users[entry]]
         for entry in unused:
-            with contextlib.suppress(TaskError):  # another task builds on it
+            with suppress(TaskError):  # another task builds on it
                 self.net.remove_task(entry.inner)
                 self._retired.remove(entry)
                 self._users.pop(entry, None)
-
-
-def _files(folder: Path) -> Iterator[tuple[str, Signature]]:
-    with os.scandir(folder) as listed:
-        for file in listed:
-            if file.name.endswith(SUFFIX) and not file.name.startswith("."):
-                stat = file.stat()
-                yield file.name.removesuffix(SUFFIX), (stat.st_mtime_ns, stat.st_size, stat.st_ino)
 
 
 def summary(name: str, found: Inspection, weights: int) -> dict[str, Any]:
@@ -174,5 +165,4 @@ def summary(name: str, found: Inspection, weights: int) -> dict[str, Any]:
         "bytes": found.size,
         "bits_per_weight": 8 * (found.size - found.bytes["head"]) / weights,
         "density": found.density,
-        "leans_on": list(metadata.leans_on),
     }

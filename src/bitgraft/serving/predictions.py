@@ -20,9 +20,8 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # PIL decodes these its
 
 def preprocessing_of(net: Network, task: str) -> Preprocessing:
     own = task == net.original
-    return Preprocessing.from_dict(
-        stated_preprocessing(net.backbone) if own else net.tasks[task].metadata.preprocessing
-    )
+    stated = stated_preprocessing(net.backbone) if own else net.tasks[task].metadata.preprocessing
+    return Preprocessing.from_dict(stated)
 
 
 @torch.no_grad()

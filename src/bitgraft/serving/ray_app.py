@@ -72,34 +72,30 @@ def _replica(settings: Settings) -> type:
         async def __init__(self) -> None:  # type: ignore[misc]  # Ray awaits it
             library = await asyncio.to_thread(open_library, settings)
             self._engine = Engine(library, settings)
-            await self._engine.start()
+            self._engine.start()
 
         @ray_serve.multiplexed(max_num_models_per_replica=models)  # type: ignore[untyped-decorator]
         async def warm(self, name: str) -> str:
             """Tells Ray's router that this replica has the task's weights; the network itself keeps them."""
             return name
 
-        async def predict(self, name: str, images: Sequence[bytes], top: int) -> Predictions | Refusal:
+        async def call(self, method: str, *args: Any) -> Any:
+            """What a method of the engine gives, or its refusal: raised here, Ray would log that as a failure."""
             try:
-                answers = await self._engine.predict([name], images, top)
+                return await getattr(self._engine, method)(*args)
             except Refusal as refusal:
-                return refusal  # raised here, Ray would log it as a failure
-            await self.home()
-            return answers
+                return refusal
+
+        async def predict(self, name: str, images: Sequence[bytes], top: int) -> Predictions | Refusal:
+            answers = await self.call("predict", [name], images, top)
+            if not isinstance(answers, Refusal):
+                await self.home()
+            return answers  # type: ignore[no-any-return]
 
         async def home(self) -> str:
             """Which replica this is, for whoever wants to know where a task is warm."""
             await self.warm(ray_serve.get_multiplexed_model_id())
             return str(ray_serve.get_replica_context().replica_id)
-
-        async def tasks(self) -> dict[str, Any]:
-            return await self._engine.tasks()
-
-        async def task(self, name: str) -> dict[str, Any] | Refusal:
-            try:
-                return await self._engine.task(name)
-            except Refusal as refusal:
-                return refusal
 
         async def check_health(self) -> None:
             if not self._engine.healthy():
@@ -124,20 +120,21 @@ class Remote(Service):
             _replicas().options(multiplexed_model_id=name).predict.remote(name, list(images), top)
             for name in dict.fromkeys(names)
         ]
-        return [prediction for reply in asked for prediction in _accepted(await reply)]
+        return [prediction for reply in asked for prediction in await _accepted(reply)]
 
     async def tasks(self) -> dict[str, Any]:
-        return dict(await _replicas().tasks.remote())
+        return dict(await _accepted(_replicas().call.remote("tasks")))
 
     async def task(self, name: str) -> dict[str, Any]:
-        return dict(_accepted(await _replicas().task.remote(name)))
+        return dict(await _accepted(_replicas().call.remote("task", name)))
 
 
 def _replicas() -> Any:
     return ray_serve.get_deployment_handle(REPLICAS, APPLICATION)
 
 
-def _accepted(reply: Any) -> Any:
-    if isinstance(reply, Refusal):
-        raise reply
-    return reply
+async def _accepted(reply: Any) -> Any:
+    answer = await reply
+    if isinstance(answer, Refusal):
+        raise answer
+    return answer

@@ -34,7 +34,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self.waiting = 0
         self._pace = 0.05  # seconds per item, smoothed
-        self._hurried = self._closing = False
+        self._hurried = False
         self._thread = threading.Thread(target=self._work, name="bitgraft-scheduler", daemon=True)
 
     def start(self) -> None:
@@ -48,8 +48,6 @@ class Scheduler:
         """Queue the values of one or more tasks, or none of them if there is no room for all."""
         items = {task: [_Item(value) for value in of_task] for task, of_task in values.items()}
         with self._changed:
-            if self._closing:
-                raise Refusal(503, "the service is shutting down: try another replica", 1)
             if self.waiting + sum(map(len, items.values())) > self._total:
                 raise Refusal(503, f"{self.waiting} images are already waiting: try later", self.waiting * self._pace)
             for task, new in items.items():
@@ -64,22 +62,14 @@ class Scheduler:
         return {task: [item.result for item in new] for task, new in items.items()}
 
     def hurry(self) -> None:
-        """Let no batch wait for more items."""
+        """The service is about to end: let no batch wait for more items."""
         with self._changed:
             self._hurried = True
             self._changed.notify()
 
-    def close(self) -> None:
-        """Accept nothing more and finish what waits."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        if self.alive:
-            self._thread.join()
-
     def _work(self) -> None:
-        while (turn := self._next()) is not None:
-            task, items = turn
+        while True:
+            task, items = self._next()
             if not items:
                 continue  # all of them were cancelled
             began = time.monotonic()
@@ -93,8 +83,8 @@ class Scheduler:
                     item.result.set_result(result)
             self._pace += 0.1 * ((time.monotonic() - began) / len(items) - self._pace)
 
-    def _next(self) -> tuple[Hashable, list[_Item]] | None:
-        """The next batch, as soon as there is one; None after closing, when nothing is left."""
+    def _next(self) -> tuple[Hashable, list[_Item]]:
+        """The next batch, as soon as there is one."""
         with self._changed:
             while True:
                 due = {task: self._due(queue) for task, queue in self._queues.items()}
@@ -102,14 +92,11 @@ class Scheduler:
                 for task, when in due.items():
                     if when <= now:
                         return task, self._take(task)
-                if self._closing:
-                    return None
                 self._changed.wait(min(due.values()) - now if due else None)
 
     def _due(self, queue: deque[_Item]) -> float:
         """When a queue's next batch runs, at the latest."""
-        at_once = self._closing or self._hurried or len(queue) >= self._batch
-        return 0.0 if at_once else queue[0].since + self._wait
+        return 0.0 if self._hurried or len(queue) >= self._batch else queue[0].since + self._wait
 
     def _take(self, task: Hashable) -> list[_Item]:
         queue = self._queues[task]

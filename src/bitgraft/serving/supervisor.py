@@ -77,11 +77,7 @@ class _Supervisor:
         host, port = self._listener.getsockname()[:2]
         where = f"[{host}]" if ":" in host else host
         print(f"serving {len(self._library.tasks)} tasks on http://{where}:{port}/", flush=True)
-        self._replace_dead()
-
-    def _replace_dead(self) -> None:
-        """Wait for workers to end, and start others in their place until the service ends."""
-        while self._workers:
+        while self._workers:  # one that ends is replaced, until the service ends
             process, status = os.wait()
             started = self._workers.pop(process, 0.0)
             forget_worker(process)
@@ -133,15 +129,16 @@ async def _serve(settings: Settings, library: Library, listener: socket.socket) 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
             engine.scheduler.hurry()  # what waits need not wait for more
-            super().handle_exit(sig, frame)
+            super().handle_exit(signal.SIGTERM, frame)  # Ctrl-C comes along with it, and must not cut requests off
 
     engine = Engine(library, settings)
+    engine.start()
     config = uvicorn.Config(
         make_app(engine),
         http=PatientProtocol,
         timeout_keep_alive=settings.patience,  # type: ignore[arg-type]  # seconds, of which it says they are whole
         ws="none",
-        lifespan="on",
+        lifespan="off",
         access_log=False,
         log_config=None,
         server_header=False,

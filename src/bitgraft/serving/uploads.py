@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -17,11 +16,8 @@ RATE = 50_000  # bytes per second that a client must keep up when its patience i
 FIELDS, FIELD_BYTES = 1000, 1024  # limits of a form besides its files
 
 
-@dataclass
-class Upload:
-    images: list[bytes] = field(default_factory=list)
-    tasks: list[str] = field(default_factory=list)
-    """The fields `task` of a form."""
+Upload = tuple[list[bytes], list[str]]
+"""Images, and the fields `task` of a form."""
 
 
 class Uploads:
@@ -51,7 +47,7 @@ class Uploads:
             if kind == "multipart/form-data":
                 return await self._form(request, stream)
             if data := b"".join([chunk async for chunk in stream]):
-                return Upload([data])
+                return [data], []
             raise Refusal(400, "there is no image: send one as the body, or as a file of a form")
         except ClientDisconnect as problem:
             raise Refusal(400, "the connection ended before the image had arrived") from problem
@@ -101,4 +97,4 @@ class Uploads:
         await form.close()
         if not images:
             raise Refusal(400, "there is no image in the form: send one as a file")
-        return Upload(images, tasks)
+        return images, tasks
