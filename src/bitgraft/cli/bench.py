@@ -18,8 +18,7 @@ TRY = """
   bitgraft bench decathlon --root data --rows full,finetune --seeds 0,1,2 --runs runs/decathlon
   bitgraft bench my-suite.toml --root data --jobs 2
   bitgraft bench decathlon --root data --rows full --train-on-val --submission results.json
-  bitgraft bench imagenet-to-sketch --plan
-  bitgraft report runs/decathlon"""
+  bitgraft bench imagenet-to-sketch --plan"""
 SUBMISSION = "Write the test answers of one row, in the challenge's format."
 
 
@@ -135,9 +134,8 @@ def table(board: "Board", folder: Path) -> Any:
     from bitgraft.paper.report.records import ORIGINAL
 
     suite = board.suite
-    drawn = Table(
-        "row", title=f"{suite.name}: {len(board.done)} runs done, {len(board.left)} left, {len(board.failed)} failed"
-    )
+    counts = f"{len(board.done)} runs done, {len(board.left)} left, {len(board.failed)} failed"
+    drawn = Table("row", title=f"{suite.name}: {counts}")
     for dataset in suite.datasets:
         drawn.add_column(dataset.title or dataset.name, justify="right")
     found: dict[tuple[str, str], list[float]] = {}

@@ -52,16 +52,14 @@ def export(
     show(as_json, report, f"wrote {path}, {megabytes(len(data))}", recipe)
 
 
-def _written(
-    net: "Network", names: list[str], form: str, bundled: bool, path: Path, backbone: str
-) -> tuple[bytes, str]:
-    """The file's bytes, and how to load it."""
+def _written(net: "Network", names: list[str], form: str, bundled: bool, path: Path, name: str) -> tuple[bytes, str]:
+    """The file's bytes, and how to load it; `name` is the backbone's."""
     from bitgraft.export import bundle, onnx_file, plain
     from bitgraft.export.subject import Subject
 
     subject = Subject(net, names[0])
     if bundled:
-        numbers = ", ".join(f"{number} {name}" for number, name in enumerate(names))
+        numbers = ", ".join(f"{number} {task}" for number, task in enumerate(names))
         recipe = _onnx(path, "{'images': images, 'task': np.array([0])}")
         return bundle.bundle_bytes(net, names), f"{recipe}\nTasks by number: {numbers}."
     if form == "onnx":
@@ -77,12 +75,12 @@ def _written(
             "use net.export(task) in Python, which gives the module with them, or another --format."
         )
     classes = len(subject.metadata.classes or ())
-    if hasattr(net.backbone, "pretrained_cfg") and ":" not in backbone:
-        load = f'model = timm.create_model("{backbone}", num_classes={classes}, checkpoint_path="{path}")'
+    if hasattr(net.backbone, "pretrained_cfg") and ":" not in name:
+        load = f'model = timm.create_model("{name}", num_classes={classes}, checkpoint_path="{path}")'
         return data, _recipe("import timm", load)
     reader = "import torch" if pickled else "from safetensors.torch import load_file"
     read = "torch.load" if pickled else "load_file"
-    load = f'model.load_state_dict({read}("{path}"))  # model: {backbone} with {classes} classes'
+    load = f'model.load_state_dict({read}("{path}"))  # model: {name} with {classes} classes'
     return data, _recipe(reader, load)
 
 

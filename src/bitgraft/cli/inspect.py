@@ -24,7 +24,7 @@ HEADS = {
 
 
 def inspect(
-    files: Annotated[list[str], Argument(metavar="FILE...", help="Task files. Their backbones are not needed.")],
+    files: Annotated[list[str], Argument(metavar="FILE", help="Task files. Their backbones are not needed.")],
     as_json: AsJson = False,
     figure: Annotated[str | None, Option(metavar="OUT", help="Draw into this .png, .svg or .pdf instead.")] = None,
 ) -> None:

@@ -23,11 +23,9 @@ def complete_tasks(context: typer.Context, incomplete: str) -> list[str]:
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
 StoreFolder = Annotated[str, Option("--store", metavar="DIR", help="The store's folder.")]
-TaskName = Annotated[str, Option("--task", metavar="NAME", help="A task in the store.", autocompletion=complete_tasks)]
-TaskNames = Annotated[
-    list[str] | None,
-    Option("--task", metavar="NAME", help="A task in the store; repeatable.", autocompletion=complete_tasks),
-]
+_TASK = Option("--task", metavar="NAME", help="A task in the store.", autocompletion=complete_tasks)
+TaskName = Annotated[str, _TASK]
+TaskNames = Annotated[list[str] | None, _TASK]
 AllTasks = Annotated[bool, Option("--all-tasks", help="Every task in the store.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace what is already there.")]
 Workers = Annotated[int, Option(min=0, metavar="N", help="Processes that load images.")]
@@ -43,16 +41,14 @@ Suite = Annotated[str, Argument(metavar="SUITE", help="A built-in suite (`bitgra
 Root = Annotated[Path, Option(metavar="DIR", help="The folder of the data sets.")]
 
 
-def asked_backbone(
-    store: str, name: str | None, weights: str | None, pretrained: bool, remedy: str
-) -> "Backbone | None":
-    """The backbone that was asked for; None: the store's own. `remedy` is for when there is neither."""
+def asked_backbone(store: str, name: str | None, weights: str | None, pretrained: bool, hint: str) -> "Backbone | None":
+    """The backbone that was asked for; None: the store's own. `hint` says what to do when there is neither."""
     from bitgraft.store import Backbone, Store
 
     if name is not None:
         return Backbone(name, weights, pretrained)
     if not Store.exists(store):
-        raise typer.BadParameter(f"there is no store at {store} yet: {remedy}")
+        raise typer.BadParameter(f"there is no store at {store} yet: {hint}")
     return None if weights is None else Backbone(Store(store).backbone.name, weights, pretrained)
 
 

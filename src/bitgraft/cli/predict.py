@@ -22,7 +22,7 @@ TRY = """
 
 
 def predict(
-    images: Annotated[list[str], Argument(metavar="IMAGE...", help="Image files, or folders of them.")],
+    images: Annotated[list[str], Argument(metavar="IMAGE", help="Image files, or folders of them.")],
     task: TaskNames = None,
     all_tasks: AllTasks = False,
     store: StoreFolder = STORE,
@@ -64,9 +64,7 @@ def _files(given: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return list(dict.fromkeys(files)), faults
 
 
-def _run(
-    net: "Network", name: str, files: Sequence[str], top: int, faults: dict[str, str]
-) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def _run(net: "Network", name: str, files: Sequence[str], top: int, faults: dict[str, str]) -> Iterator[Any]:
     """Each readable file with its likeliest classes; the others become faults."""
     import torch
 

@@ -58,9 +58,9 @@ def run(
             results = work(callbacks=[interrupts, *callbacks], accelerator=accelerator, stop=interrupts.stop)
         except (StoppedError, KeyboardInterrupt):
             if main:
-                kept = f"interrupted; the state is saved. To resume:\n  {resume}"
-                nothing = "interrupted before there was anything to save"
-                print(kept if runs.interrupted(run_folder) else nothing, file=sys.stderr, flush=True)
+                saved = runs.interrupted(run_folder)
+                how = f"; the state is saved. To resume:\n  {resume}" if saved else " before there was anything to save"
+                print(f"interrupted{how}", file=sys.stderr, flush=True)
             raise typer.Exit(INTERRUPTED) from None
         except BitgraftError as fault:
             if runs.interrupted(run_folder) and "cannot write" in str(fault):

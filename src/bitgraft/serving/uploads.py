@@ -16,6 +16,8 @@ RATE = 50_000  # bytes per second that a client must keep up when its patience i
 FIELDS, FIELD_BYTES = 1000, 1024  # limits of a form besides its files
 
 
+HOW = """send the image as the body (curl --data-binary @FILE -H 'Content-Type: image/jpeg') \
+or as a file of a form (curl -F image=@FILE)"""
 Upload = tuple[list[bytes], list[str]]
 """Images, and the fields `task` of a form."""
 
@@ -39,11 +41,7 @@ class Uploads:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         try:
             if kind == "application/x-www-form-urlencoded":  # curl --data, where --data-binary was meant
-                raise Refusal(
-                    415,
-                    "send the image as the body (curl --data-binary @FILE -H 'Content-Type: image/jpeg') "
-                    "or as a file of a form (curl -F image=@FILE)",
-                )
+                raise Refusal(415, HOW)
             if kind == "multipart/form-data":
                 return await self._form(request, stream)
             if data := b"".join([chunk async for chunk in stream]):
