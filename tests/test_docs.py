@@ -29,7 +29,7 @@ def test_every_command_has_a_section_with_what_it_prints():
 
 
 def lines_to_paste(page):
-    """What k2_scaled_by_r `bitgraft` at the beginning of a command in a block, without remarks."""
+    """What follows `bitgraft` at the beginning of a command in a block, without remarks."""
     for line in page.read_text(encoding="utf-8").splitlines():
         if re.match(r"\$ |    ", line):
             for part in line.removeprefix("$").split("&&"):
@@ -51,7 +51,7 @@ def test_lines_to_paste_name_commands_and_options_that_exist(page):
         assert given <= known, f"{line}: {given - known}"
 
 
-@pytest.mark.parametrize("command", ["methods", "anatomy wrn-10-1", "bench --list"])
+@pytest.mark.parametrize("command", ["--help", "demo --help", "methods", "anatomy wrn-10-1", "bench --list"])
 def test_what_is_pasted_is_what_is_printed(command, capsys, monkeypatch):
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     (pasted,) = re.findall(rf"^```console\n\$ bitgraft {re.escape(command)}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

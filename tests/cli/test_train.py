@@ -96,7 +96,7 @@ def test_show_config(run, tmp_path):
     [
         ((), 2, "bitgraft train DATA --task NAME"),
         (("photos",), 2, "bitgraft train DATA --task NAME"),
-        (("photos", "--task", "a"), 2, "no store at bitgraft-store yet: begin it with --backbone"),
+        (("photos", "--task", "a"), 2, "no store at bitgraft-store yet: start it with --backbone"),
         (("photos", *RUN, "--method", "fll"), 2, "did you mean 'full'"),
         (("photos", *RUN, "--option", "k9=1"), 2, "no option 'k9'"),
         (("photos", *RUN, "--option", "k1"), 2, "give NAME=VALUE"),
@@ -283,8 +283,8 @@ def test_an_interrupted_joint_command_resumes_to_the_same_bytes(run, tmp_path):
     ("args", "said"),
     [
         (("train", "photos", "photos", "--task", "a", "--backbone", NET), "2 data sets came with 1 names"),
-        (("train", "photos", "photos", "--task", "a", "--task", "b", "--backbone", NET), "for a joint method"),
-        ((*JOINT[:9], "--store", "none"), "begin it with --backbone"),
+        (("train", "photos", "photos", "--task", "a", "--task", "b", "--backbone", NET), "only a joint method"),
+        ((*JOINT[:9], "--store", "none"), "start it with --backbone"),
     ],
 )
 def test_a_wrong_joint_command(run, args, said):
@@ -354,7 +354,7 @@ def test_a_full_disk_names_the_file_and_leaves_nothing_half_written(run, tmp_pat
         assert "No space left on device" in err
         assert not (tmp_path / "bitgraft-store/colours.safetensors").exists()
         named.append(os.path.basename(err.partition("cannot write ")[2].partition(":")[0]))
-        assert ("go on with `bitgraft train" in err) == (tmp_path / "bitgraft-store/runs/colours/state.pt").exists()
+        assert ("resume with `bitgraft train" in err) == (tmp_path / "bitgraft-store/runs/colours/state.pt").exists()
     assert {"run.json", "metrics.jsonl", "state.pt", "colours.safetensors"} <= set(named)
     assert stored(tmp_path) == ["colours.safetensors", "runs/colours/metrics.jsonl", "store.json"]
 
@@ -418,7 +418,7 @@ def test_an_interrupt_keeps_the_state_and_says_how_to_go_on(run, tmp_path, signu
     assert "method was" in err
     code, out, err = run(*command.split()[1:])
     assert (code, err) == (0, "")
-    assert "going on with colours" in out
+    assert "resuming colours" in out
     assert (tmp_path / "bitgraft-store/colours.safetensors").read_bytes() == expected
 
 

@@ -9,7 +9,8 @@ from images import NET, bitgraft, exit_code, furnish, photos
 from safetensors.torch import load_file
 
 from bitgraft.data.preprocessing import Preprocessing, evaluation_tensor
-from bitgraft.store import Store
+from bitgraft.network import Network
+from bitgraft.store import Backbone, Store
 
 SHOT = "photos/test/red/0.png"
 
@@ -63,7 +64,7 @@ def test_eval_matches_classes_by_name(run, trained, tmp_path):
         (tmp_path / "fewer" / part / "green").rename(tmp_path / "fewer" / part / "olive")
     code, _, err = run("eval", str(tmp_path / "fewer"), "--task", "colours")
     assert code == 1
-    assert "1 of the 2 classes in the data are not task 'colours''s: olive; it knows blue, green, red" in err
+    assert "task 'colours' does not know 1 of the 2 classes in the data: olive; it knows blue, green, red" in err
 
 
 def test_eval_without_such_images(run, tmp_path):
@@ -107,6 +108,20 @@ def test_predict_folders_and_tasks(run):
     assert [line.split()[:-3] for line in lines[2:]] == [[SHOT, "hues"], ["original"]]
 
 
+def test_predict_loads_a_task_once_that_another_builds_on(run, tmp_path):
+    backbone = Backbone(NET, pretrained=False)
+    net = Network(backbone.build())
+    store = Store.create(tmp_path / "store", backbone, net)
+    for name in ("z", "a"):  # a builds on z
+        net.add_task(name, classes=3, method="packnet", preprocessing={"size": [16, 16]}).prune(0.5)
+    for name in ("z", "a"):
+        net.tasks[name].freeze()
+        net.eval().save_task(name, store.path(name))
+    code, out, err = run("predict", SHOT, "--all-tasks", "--store", str(store.folder), "--json")
+    assert (code, err) == (0, "")
+    assert set(json.loads(out)[0]["tasks"]) == {"a", "z"}
+
+
 def test_predict_answers_the_rest_when_one_cannot_be_read(run, tmp_path):
     (tmp_path / "bad.jpg").write_bytes(b"nonsense")
     code, out, err = run("predict", str(tmp_path / "bad.jpg"), SHOT, "nowhere.png", "--task", "colours")
@@ -123,8 +138,8 @@ def test_predict_answers_the_rest_when_one_cannot_be_read(run, tmp_path):
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
-        (("predict", SHOT), 2, "say --task NAME or --all-tasks; the store has colours, hues"),
-        (("predict", SHOT, "--task", "hues", "--all-tasks"), 2, "exclude one another"),
+        (("predict", SHOT), 2, "give --task NAME or --all-tasks; the store has colours, hues"),
+        (("predict", SHOT, "--task", "hues", "--all-tasks"), 2, "exclude each other"),
         (("predict", SHOT, "--task", "shapes"), 1, "has no task 'shapes'; it has colours, hues"),
         (("predict", SHOT, "--task", "hues", "--top", "0"), 2, "top"),
         (("predict", SHOT, "--task", "hues", "--store", "nowhere"), 1, "there is no store at nowhere"),
@@ -145,7 +160,7 @@ def test_a_wrong_command_is_one_sentence(run, args, code, said):
 def test_tasks_lists_what_is_there_and_what_is_broken(run, trained):
     code, out, _ = run("tasks")
     assert code == 0
-    assert "3 separate networks, the backbone's own among them" in out
+    assert "3 separate networks, including the backbone's own" in out
     rows = {row["name"]: row for row in json.loads(run("tasks", "--json")[1])["tasks"]}
     assert rows["hues"]["method"] == "full"
     assert rows["hues"]["classes"] == 3
@@ -181,9 +196,6 @@ def test_export_loads_without_bitgraft(run, tmp_path):
 def test_export_says_what_to_type_for_timm(run, tmp_path):
     import timm
 
-    from bitgraft.network import Network
-    from bitgraft.store import Backbone
-
     backbone = Backbone("test_resnet", pretrained=False)
     net = Network(backbone.build())
     store = Store.create(tmp_path / "store", backbone, net)
@@ -213,7 +225,7 @@ def test_demo_goes_to_the_demo(run, monkeypatch):
 
 
 def test_the_shell_completes_names_of_tasks(run):
-    from bitgraft.cli.names import complete_tasks
+    from bitgraft.cli.options import complete_tasks
 
     context = type("Context", (), {"params": {"store": "bitgraft-store"}})
     assert complete_tasks(context, "") == ["colours", "hues"]

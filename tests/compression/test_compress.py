@@ -598,7 +598,7 @@ def test_data_of_other_classes_calibrates_but_does_not_measure(command, tmp_path
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
-        ("bare.safetensors --task t --store nowhere", 2, "say with --backbone what was fine-tuned"),
+        ("bare.safetensors --task t --store nowhere", 2, "name what was fine-tuned with --backbone"),
         ("bare.safetensors --task t --masks", 2, "add --calibrate DATA"),
         ("bare.safetensors --task t --calibrate photos --eval photos", 2, "leave out --eval"),
         ("bare.safetensors --task t --option perr=channel", 2, "did you mean 'per'"),

@@ -278,8 +278,8 @@ def test_the_command_writes_each_form(store, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
-        ((), 2, "say --task NAME, or --all-tasks"),
-        (("--task", "a", "--all-tasks"), 2, "say --task NAME, or --all-tasks"),
+        ((), 2, "give --task NAME or --all-tasks"),
+        (("--task", "a", "--all-tasks"), 2, "exclude each other"),
         (("--all-tasks",), 2, "only with --format onnx"),
         (("--task", "a", "--format", "tflite"), 2, "tflite"),
         (("--task", "a", "--format", "onnx"), 1, "pip install 'bitgraft[onnx]'"),

@@ -17,7 +17,7 @@ import torch
 from images import NET, SOURCE, bitgraft, photos
 from PIL import Image
 
-from bitgraft.cli.board import table
+from bitgraft.cli.bench import table
 from bitgraft.errors import SuiteError
 from bitgraft.methods import registry
 from bitgraft.network import Network

@@ -149,7 +149,7 @@ def test_the_table_says_which_domains_are_absent(score) -> None:
     code, out, _ = score(answers())
     assert code == 0
     assert "2000.0" in out
-    assert "S is over 2 domains; not here: imagenet12, aircraft, cifar100" in out
+    assert "S is over 2 domains; missing: imagenet12, aircraft, cifar100" in out
 
 
 def test_what_bitgraft_submits_is_read(tmp_path: Path, labels: Path) -> None:

@@ -1,5 +1,6 @@
 """What must not stop the service: a killed worker, a file swapped under traffic, slow clients, floods of nonsense."""
 
+import json
 import os
 import random
 import signal
@@ -60,7 +61,7 @@ def test_a_killed_worker_is_started_again_and_others_answer_meanwhile(service: S
         finally:
             ended.set()
         assert all(one.result(60) > 0 for one in asking)
-    assert service.said.count("another is started") == 2
+    assert service.said.count("starting another") == 2
 
 
 def test_a_file_swapped_under_traffic_gives_the_old_answer_or_the_new_never_a_mixture(service: Served, place):
@@ -137,12 +138,31 @@ def test_a_flood_of_nonsense_does_not_touch_good_requests(service: Served, place
     assert "Traceback" not in service.said
 
 
+def test_ctrl_c_answers_what_was_accepted_and_leaves_no_traceback(place):
+    """A terminal sends SIGINT to every process, and the supervisor SIGTERM to its workers, in any order."""
+    folder, _, net = place
+    data, wanted = picture(), offline(net, "cars", picture())
+    head = f"POST /v1/predict/cars HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+    with served(folder) as service, socket.create_connection(("127.0.0.1", service.port), 60) as line:
+        line.sendall(head + data[:9])
+        (worker,) = service.workers()
+        until(lambda: "readyz" in service.http.get("/metrics").text, "it does not answer")  # so the line was taken
+        os.kill(service.pid, signal.SIGTERM)
+        until(lambda: "Waiting for connections" in service.said, "it does not wait")
+        os.kill(worker, signal.SIGINT)
+        line.sendall(data[9:])
+        reply = b"".join(iter(lambda: line.recv(4096), b""))
+        assert json.loads(reply.partition(b"\r\n\r\n")[2])["answers"] == [wanted]
+        until(service.ended, "it did not end")
+        assert (service.code, "Traceback" in service.said) == (0, False)
+
+
 def test_what_cannot_be_served_is_said_in_one_sentence(tmp_path, capsys, monkeypatch):
     from images import bitgraft
 
     code, _, err = bitgraft(capsys, monkeypatch, "serve", "--store", str(tmp_path / "none"))
     assert (code, err.count("\n"), "there is no store" in err) == (1, 1, True)
     code, _, err = bitgraft(capsys, monkeypatch, "serve", "--memory-budget", "much")
-    assert (code, "is no size" in err) == (2, True)
+    assert (code, "--memory-budget much: give a size" in err) == (2, True)
     code, _, err = bitgraft(capsys, monkeypatch, "serve", "--api-key-file", str(tmp_path / "none"))
     assert (code, "API keys cannot be read" in err) == (1, True)

@@ -106,14 +106,14 @@ def test_health_and_numbers(service: Served):
         ("/v1/predict/birds%00", picture(), 400, "cannot be a task's name"),
         ("/v1/predict/birds?top=0", picture(), 422, "top: "),
         ("/v1/predict/birds?top=many", picture(), 422, "top: "),
-        ("/v1/predict", picture(), 422, "say which tasks"),
+        ("/v1/predict", picture(), 422, "name the tasks"),
         ("/v1/predict?task=birds&task=zebras", picture(), 404, "there is no task 'zebras'"),
         ("/v1/predict/birds", b"", 400, "there is no image"),
-        ("/v1/predict/birds", b"<svg/>", 415, "no image"),
+        ("/v1/predict/birds", b"<svg/>", 415, "not an image"),
         ("/v1/predict/birds", picture()[:900], 422, "cannot be decoded"),
         ("/v1/predict/birds", bomb(3000, 3000), 413, "3000 x 3000 pixels"),
         ("/v1/predict/birds", bytes(1_000_001), 413, "larger than 1 MB"),
-        ("/v1/nothing", picture(), 404, "/docs lists"),
+        ("/v1/nothing", picture(), 404, "see /docs"),
     ],
 )
 def test_bad_requests_get_a_status_and_a_sentence(service: Served, path, data, status, sentence):

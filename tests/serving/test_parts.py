@@ -1,7 +1,7 @@
 """The parts of the service by themselves: turns, the library, pictures, keys, sizes."""
 
 import io
-import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import pytest
@@ -9,28 +9,34 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from pydantic import ValidationError
 from services import PREPROCESSING, add, bomb, new_store, offline, picture
+from starlette.datastructures import Headers
 from tiny import batch, run, tiny
 
 from bitgraft.data.preprocessing import Preprocessing, evaluation_tensor
 from bitgraft.errors import ServingError, TaskError, UnknownTaskError, UnsafeNameError
 from bitgraft.network import Network
-from bitgraft.serving.keys import allowed, read_keys
+from bitgraft.serving.access import allowed, read_keys
 from bitgraft.serving.library import Library
-from bitgraft.serving.pictures import FORMATS, tensors
+from bitgraft.serving.predictions import FORMATS, decode
 from bitgraft.serving.refusals import Refusal
-from bitgraft.serving.scheduler import Bounds, Scheduler
-from bitgraft.serving.settings import size
+from bitgraft.serving.scheduler import Scheduler
+from bitgraft.serving.settings import Settings
 
 WANTED = [Preprocessing.from_dict(PREPROCESSING)]
 
 
-def recording(turns: list, bounds: Bounds) -> Scheduler:
+def recording(turns: list, **bounds: int) -> Scheduler:
     def note(key, items):
         turns.append((key, list(items)))
         return [item * 2 for item in items]
 
-    return Scheduler(note, bounds)
+    return Scheduler(note, wait=0.0, **bounds)
+
+
+def submit(scheduler: Scheduler, task: str, values: Sequence) -> list[Future]:
+    return scheduler.submit({task: values})[task]
 
 
 def results(futures: list[Future]) -> list:
@@ -39,22 +45,19 @@ def results(futures: list[Future]) -> list:
 
 def test_what_arrives_together_is_one_batch_and_every_item_gets_its_own_result():
     turns: list = []
-    scheduler = recording(turns, Bounds(batch=8, wait=0.0, queue=99, total=99))
-    asked = [scheduler.submit("a", "a", [number]) for number in range(5)]
+    scheduler = recording(turns, batch=8, queue=99, total=99)
+    asked = [submit(scheduler, "a", [number]) for number in range(5)]
     scheduler.start()
     assert [results(futures) for futures in asked] == [[0], [2], [4], [6], [8]]
     assert turns == [("a", [0, 1, 2, 3, 4])]
-    scheduler.close()
 
 
 def test_a_busy_task_costs_the_others_one_batch():
     turns: list = []
-    scheduler = recording(turns, Bounds(batch=4, wait=0.0, queue=99, total=999))
-    scheduler.submit("busy", "busy", range(20))
-    scheduler.submit("quiet", "quiet", [1])
-    scheduler.submit("other", "other", range(5))
+    scheduler = recording(turns, batch=4, queue=99, total=999)
+    futures = [submit(scheduler, *one) for one in (("busy", range(20)), ("quiet", [1]), ("other", range(5)))]
     scheduler.start()
-    scheduler.close()
+    assert [len(results(one)) for one in futures] == [20, 1, 5]
     assert [key for key, _ in turns] == ["busy", "quiet", "other", "busy", "other", "busy", "busy", "busy"]
 
 
@@ -62,14 +65,15 @@ def test_a_busy_task_costs_the_others_one_batch():
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 6)), max_size=12), st.integers(1, 5))
 def test_every_item_runs_once_in_order_and_no_batch_is_too_large(asked, most):
     turns: list = []
-    scheduler = recording(turns, Bounds(batch=most, wait=0.0, queue=999, total=999))
+    scheduler = recording(turns, batch=most, queue=999, total=999)
     wanted: dict = {}
+    futures: list = []
     for number, (key, count) in enumerate(asked):
         values = [100 * number + item for item in range(count)]
         wanted.setdefault(key, []).extend(values)
-        scheduler.submit(key, key, values)
+        futures += submit(scheduler, key, values)
     scheduler.start()
-    scheduler.close()
+    results(futures)
     ran: dict = {}
     for key, items in turns:
         assert 1 <= len(items) <= most
@@ -78,16 +82,28 @@ def test_every_item_runs_once_in_order_and_no_batch_is_too_large(asked, most):
 
 
 def test_full_queues_refuse_all_of_a_request_or_none_and_say_when_to_come_back():
-    scheduler = recording([], Bounds(batch=4, wait=0.0, queue=4, total=6))
-    scheduler.submit("a", "a", range(3))
+    scheduler = recording([], batch=4, queue=4, total=6)
+    submit(scheduler, "a", range(3))
     with pytest.raises(Refusal, match="waiting for task 'a'") as crowded:
-        scheduler.submit("a", "a", range(2))
+        submit(scheduler, "a", range(2))
     assert (crowded.value.status, scheduler.waiting) == (429, 3)
-    scheduler.submit("b", "b", range(3))
-    with pytest.raises(Refusal, match="come back") as full:
-        scheduler.submit("c", "c", [1])
+    submit(scheduler, "b", range(3))
+    with pytest.raises(Refusal, match="try later") as full:
+        submit(scheduler, "c", [1])
     assert full.value.status == 503
     assert full.value.retry_after >= 1
+
+
+def test_values_of_several_tasks_are_queued_together_or_not_at_all():
+    turns: list = []
+    scheduler = recording(turns, batch=4, queue=2, total=9)
+    accepted = submit(scheduler, "b", [1, 2])
+    with pytest.raises(Refusal, match="waiting for task 'b'"):
+        scheduler.submit({"a": [3], "b": [4]})
+    assert scheduler.waiting == 2
+    scheduler.start()
+    results(accepted)
+    assert turns == [("b", [1, 2])]
 
 
 def test_a_batch_that_fails_fails_alone():
@@ -96,44 +112,32 @@ def test_a_batch_that_fails_fails_alone():
             raise ValueError("no")
         return items
 
-    scheduler = Scheduler(run_or_fail, Bounds(batch=4, wait=0.0, queue=9, total=9))
+    scheduler = Scheduler(run_or_fail, batch=4, wait=0.0, queue=9, total=9)
     scheduler.start()
-    (bad,), (good,) = scheduler.submit("bad", "bad", [1]), scheduler.submit("good", "good", [2])
+    (bad,), (good,) = submit(scheduler, "bad", [1]), submit(scheduler, "good", [2])
     with pytest.raises(ValueError, match="no"):
         bad.result(60)
     assert good.result(60) == 2
-    scheduler.close()
 
 
-def test_closing_finishes_what_waits_and_takes_nothing_more():
-    begun, go = threading.Event(), threading.Event()
-
-    def slow(key, items):
-        begun.set()
-        go.wait(60)
-        return items
-
-    scheduler = Scheduler(slow, Bounds(batch=1, wait=0.0, queue=9, total=9))
+def test_at_the_end_no_batch_waits_for_more():
+    scheduler = Scheduler(lambda task, items: items, batch=4, wait=600.0, queue=9, total=9)
     scheduler.start()
-    futures = scheduler.submit("a", "a", [1, 2, 3])
-    assert begun.wait(60)
-    closing = threading.Thread(target=scheduler.close)
-    closing.start()
-    go.set()
-    closing.join(60)
+    futures = submit(scheduler, "a", [1, 2, 3])
+    assert not futures[0].done()
+    scheduler.hurry()
     assert results(futures) == [1, 2, 3]
-    with pytest.raises(Refusal, match="about to end"):
-        scheduler.submit("a", "a", [4])
+    assert results(submit(scheduler, "a", [4])) == [4]
 
 
 def test_what_is_taken_back_is_not_run():
     turns: list = []
-    scheduler = recording(turns, Bounds(batch=4, wait=0.0, queue=9, total=9))
-    for future in scheduler.submit("a", "a", [1, 2]):
+    scheduler = recording(turns, batch=4, queue=9, total=9)
+    for future in submit(scheduler, "a", [1, 2]):
         assert future.cancel()
-    scheduler.submit("b", "b", [3])
+    kept = submit(scheduler, "b", [3])
     scheduler.start()
-    scheduler.close()
+    results(kept)
     assert turns == [("b", [3])]
 
 
@@ -262,18 +266,18 @@ def test_matrices_lie_where_torch_would_put_them_wherever_a_file_was_read_to(tmp
 @pytest.mark.parametrize(
     ("data", "status", "sentence"),
     [
-        (b"hello", 415, "no image"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", 415, "no image"),
+        (b"hello", 415, "not an image"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", 415, "not an image"),
         (bomb(5_000, 5_000), 413, "5000 x 5000 pixels"),
         (bomb(60_000, 60_000), 413, "pixels: make it smaller"),
         (picture()[:700], 422, "cannot be decoded"),
         (picture(kind="JPEG")[:700], 422, "cannot be decoded"),
-        (picture()[:20], 422, "not even its header"),
+        (picture()[:20], 422, "header cannot be read"),
     ],
 )
 def test_bad_pictures_are_refused_with_a_sentence(data, status, sentence):
     with pytest.raises(Refusal, match=sentence) as refused:
-        tensors(data, WANTED, 10_000_000, "the image")
+        decode(data, WANTED, 10_000_000, "the image")
     assert refused.value.status == status
 
 
@@ -281,31 +285,35 @@ def test_a_bomb_is_never_decoded(monkeypatch):
     def decoded(*args):
         raise AssertionError("decoded")
 
-    monkeypatch.setattr("bitgraft.serving.pictures.evaluation_tensor", decoded)
+    monkeypatch.setattr("bitgraft.serving.predictions.evaluation_tensor", decoded)
     with pytest.raises(Refusal, match="pixels"):
-        tensors(bomb(20_000, 20_000), WANTED, 32_000_000, "the image")
+        decode(bomb(20_000, 20_000), WANTED, 32_000_000, "the image")
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_pictures_of_every_format_are_prepared_as_in_evaluation(kind):
     data = picture(kind=kind)
     other = Preprocessing.from_dict({**PREPROCESSING, "size": [24, 24]})
-    first, second, third = tensors(data, [*WANTED, other, *WANTED], 10**6, "the image")
+    first, second, third = decode(data, [*WANTED, other, *WANTED], 10**6, "the image")
     assert torch.equal(first, evaluation_tensor(Image.open(io.BytesIO(data)), WANTED[0]))
     assert second.shape == (3, 24, 24)
     assert third is first
 
 
+def sent(**headers: str) -> Headers:
+    return Headers({name.replace("_", "-"): value for name, value in headers.items()})
+
+
 def test_keys_come_in_three_ways_and_are_compared_whole(tmp_path):
     (tmp_path / "keys").write_text("# ours\nfirst-key-1\n\nsecond-key-2\n")
     keys = read_keys(tmp_path / "keys")
-    assert allowed([(b"x-api-key", b"second-key-2")], keys)
-    assert allowed([(b"authorization", b"Bearer first-key-1")], keys)
-    assert allowed([(b"authorization", b"Basic YW55Om5vOmZpcnN0LWtleS0x")], keys) is False  # "any:no:first-key-1"
-    assert allowed([(b"authorization", b"Basic YW55OmZpcnN0LWtleS0x")], keys)  # "any:first-key-1"
-    for wrong in (b"", b"first-key", b"first-key-11", b"# ours", b"\xff"):
-        assert not allowed([(b"x-api-key", wrong), (b"authorization", b"Basic %%%")], keys)
-    assert not allowed([], keys)
+    assert allowed(sent(x_api_key="second-key-2"), keys)
+    assert allowed(sent(authorization="Bearer first-key-1"), keys)
+    assert allowed(sent(authorization="Basic YW55Om5vOmZpcnN0LWtleS0x"), keys) is False  # "any:no:first-key-1"
+    assert allowed(sent(authorization="Basic YW55OmZpcnN0LWtleS0x"), keys)  # "any:first-key-1"
+    for wrong in ("", "first-key", "first-key-11", "# ours", "\xff"):
+        assert not allowed(sent(x_api_key=wrong, authorization="Basic %%%"), keys)
+    assert not allowed(sent(), keys)
     assert not any(b"first" in key for key in keys)
 
 
@@ -317,7 +325,8 @@ def test_a_file_without_a_key_is_refused(tmp_path, text):
 
 
 def test_sizes():
-    assert [size(text) for text in ("12", "2GB", "1.5 mb", "1GiB", "3k")] == [12, 2 * 10**9, 1_500_000, 2**30, 3000]
-    for text in ("", "GB", "-1GB", "2TB", "two"):
-        with pytest.raises(ServingError, match="is no size"):
-            size(text)
+    sizes = {"12": 12, "2GB": 2 * 10**9, "1.5 mb": 1_500_000, "1GiB": 2**30, "3k": 3000}
+    assert {text: Settings(store=".", memory_budget=text).memory_budget for text in sizes} == sizes
+    for text in ("", "GB", "-1GB", "two"):
+        with pytest.raises(ValidationError):
+            Settings(store=".", memory_budget=text)

@@ -37,7 +37,7 @@ def test_two_processes_interrupted_twice_end_as_one_does(place):
         assert first.ended() != 0
         assert one.ended() == 0, one.err
     command = f"bitgraft {' '.join(RUN)} --store two --resume  (under the same launcher)"
-    assert "interrupted; the state is kept. To go on:\n  " + command in first.err
+    assert "interrupted; the state is saved. To resume:\n  " + command in first.err
     with run(TORCHRUN, place, "--store", "two", "--resume") as second:
         second.wait_for("  loss")
         second.process.send_signal(signal.SIGTERM)  # to the launcher alone, as a scheduler might
@@ -46,7 +46,7 @@ def test_two_processes_interrupted_twice_end_as_one_does(place):
     assert "epoch  1/" not in second.out
     with run(TORCHRUN, place, "--store", "two", "--resume") as third:
         assert third.ended() == 0, third.err
-    assert third.out.count("going on with colours") == 1  # one of the processes speaks
+    assert third.out.count("resuming colours") == 1  # one of the processes speaks
     assert third.out.splitlines()[-1] == "next: bitgraft predict IMAGE --task colours --store two"
     left = {str(p.relative_to(place / "two")) for p in (place / "two").rglob("*") if p.is_file()}
     assert left == {"colours.safetensors", "runs/colours/metrics.jsonl", "store.json"}

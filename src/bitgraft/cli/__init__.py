@@ -1,1 +1,4 @@
-"""The command line: one thin file per command, none of which loads torch before it runs."""
+"""The command line: one thin file per command. None loads torch before it runs, so that --help is quick.
+
+May import: everything else.
+"""

@@ -5,37 +5,31 @@ from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from bitgraft.cli.output import show, show_json, table
+from bitgraft.cli.options import AsJson, Head, Weights
+from bitgraft.cli.output import show, table
 
 if TYPE_CHECKING:
     from bitgraft.backbone.anatomy import Anatomy
 
+Patterns = list[str] | None
 NAMES = "timm's name, wrn-DEPTH-WIDTH, resnet26, or package.module:function."
-TRY = """\b
-Try:
+TRY = """
   bitgraft anatomy resnet50
   bitgraft anatomy vit_base_patch16_224 --skip "patch_embed.*"
   bitgraft anatomy mypackage.nets:build --example 1,3,64,64 --json"""
 
 
 def anatomy(
-    name: Annotated[str, typer.Argument(metavar="NAME", help=NAMES)],
-    weights: Annotated[
-        str | None, typer.Option(metavar="SOURCE", help="Weights to load: a file, or package:NAME.")
-    ] = None,
-    head: Annotated[
-        str | None, typer.Option(metavar="LAYER", help="The layer that a task replaces; none for features.")
-    ] = None,
-    transform: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Weights to transform, instead of all; repeatable.")
-    ] = None,
-    skip: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Weights to leave out; repeatable.")] = None,
-    norms: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Norm layers per task, instead of all; repeatable.")
-    ] = None,
-    example: Annotated[str | None, typer.Option(metavar="SHAPE", help="A batch to run, for example 1,3,64,64.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    name: Annotated[str, Argument(metavar="NAME", help=NAMES)],
+    weights: Weights = None,
+    head: Head = None,
+    transform: Annotated[Patterns, Option(metavar="PATTERN", help="Weights to transform [all]; repeatable.")] = None,
+    skip: Annotated[Patterns, Option(metavar="PATTERN", help="Weights to leave out; repeatable.")] = None,
+    norms: Annotated[Patterns, Option(metavar="PATTERN", help="Norm layers per task [all]; repeatable.")] = None,
+    example: Annotated[str | None, Option(metavar="SHAPE", help="A batch to run, for example 1,3,64,64.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a task changes in a backbone.
 
@@ -48,39 +42,11 @@ def anatomy(
 
     from bitgraft.backbone.loading import read_backbone
 
-    read = read_backbone(name, weights=weights, **reading)
-    if as_json:
-        show_json(plain(name, read))
-    else:
-        _show(name, read)
+    data = _plain(name, read_backbone(name, weights=weights, **reading))
+    show(as_json, data, *_parts(data))
 
 
-def plain(name: str, read: "Anatomy") -> dict[str, Any]:
-    """An anatomy as JSON holds it."""
-    return {
-        "name": name,
-        "head": read.head,
-        "head_known": read.head_known,
-        "features": read.features,
-        "weights": [
-            {
-                "name": weight.name,
-                "shape": list(weight.shape),
-                "kind": weight.kind,
-                "groups": weight.groups,
-                "feeds": weight.feeds,
-                "k0": "fixed" if weight.scale_free else "learned",
-            }
-            for weight in read.weights.values()
-        ],
-        "norms": {norm: list(names) for norm, names in read.norms.items()},
-        "shared": list(read.outside),
-        "parameters": _totals(read),
-    }
-
-
-def _totals(read: "Anatomy") -> dict[str, int]:
-    """How many parameters are transformed, in norm layers, shared and in the head."""
+def _plain(name: str, read: "Anatomy") -> dict[str, Any]:
     parameters = {name: tensor.numel() for name, tensor in read.backbone.named_parameters()}
     groups = {
         "transformed": list(read.weights),
@@ -89,50 +55,52 @@ def _totals(read: "Anatomy") -> dict[str, int]:
         "head": read.head_names(),
     }
     counts = {group: sum(parameters.get(name, 0) for name in names) for group, names in groups.items()}
-    return {**counts, "all": sum(parameters.values())}
+    return {
+        "name": name,
+        "head": read.head,
+        "head_known": read.head_known,
+        "features": read.features,
+        "weights": [
+            {field: getattr(weight, field) for field in ("name", "shape", "kind", "groups", "feeds")}
+            | {"k0": "fixed" if weight.scale_free else "learned"}
+            for weight in read.weights.values()
+        ],
+        "norms": {norm: list(names) for norm, names in read.norms.items()},
+        "shared": groups["shared"],
+        "parameters": {**counts, "all": sum(parameters.values())},
+    }
 
 
-def _show(name: str, read: "Anatomy") -> None:
-    count = _totals(read)
-    rows = [
-        (
-            w.name,
-            "×".join(map(str, w.shape)),
-            _kind(w.kind, w.groups),
-            w.feeds,
-            "fixed at 1" if w.scale_free else "learned",
-        )
-        for w in read.weights.values()
-    ]
+def _parts(data: dict[str, Any]) -> list[Any]:
+    rows = []
+    for weight in data["weights"]:
+        kind = weight["kind"] + (f", {weight['groups']} groups" if weight["groups"] > 1 else "")
+        k0 = "fixed at 1" if weight["k0"] == "fixed" else "learned"
+        rows.append((weight["name"], "×".join(map(str, weight["shape"])), kind, weight["feeds"], k0))
+    count, features, head = data["parameters"], data["features"], data["head"]
+    if head is not None:
+        head += f" ({features} features)" if features else ""
+    elif data["head_known"]:
+        head = f"none: the backbone gives {features} features" if features else "none: the backbone gives features"
+    else:
+        head = "unknown: give --head LAYER, or --head none for features"
     summary = [
-        ("transformed, about one bit each", f"{count['transformed']:,}", "the weights above"),
-        ("norm layers, a copy per task", f"{count['norms']:,}", grouped(read.norms)),
-        ("head, another per task", f"{count['head']:,}", _head(read)),
-        ("shared untouched", f"{count['shared']:,}", grouped(read.outside)),
-        ("all", f"{count['all']:,}", ""),
+        ("transformed, about one bit each", count["transformed"], "the weights above"),
+        ("norm layers, a copy per task", count["norms"], grouped(data["norms"])),
+        ("head, another per task", count["head"], head),
+        ("shared, unchanged", count["shared"], grouped(data["shared"])),
+        ("all", count["all"], ""),
     ]
-    show(
-        f"{name}: the weights that a task transforms, in the order in which data reaches them",
+    return [
+        f"{data['name']}: the weights that a task transforms, in the order in which data reaches them",
         table(["weight", "shape>", "kind", "feeds norm", "k0"], rows),
         table(["parameters", "count>", "which"], summary),
-        f"What tasks cost: bitgraft params {name}",
-    )
-
-
-def _kind(kind: str, groups: int) -> str:
-    return kind if groups == 1 else f"{kind}, {groups} groups"
-
-
-def _head(read: "Anatomy") -> str:
-    if read.heads:
-        return ", ".join(read.heads) + (f" ({read.features} features)" if read.features else "")
-    if read.head_known:
-        return f"none: the backbone gives {read.features or ''} features".replace("  ", " ")
-    return "cannot be told: say --head LAYER, or --head none for features"
+        f"What tasks cost: bitgraft params {data['name']}",
+    ]
 
 
 def grouped(names: Any) -> str:
-    """Names that differ in numbers alone as one pattern, with their count."""
+    """Names that differ only in numbers as one pattern, with their count."""
     patterns = Counter(re.sub(r"\d+", "*", name) for name in names)
     first = {re.sub(r"\d+", "*", name): name for name in names}
     return ", ".join(f"{p} ({n})" if n > 1 else first[p] for p, n in patterns.items()) or "none"
@@ -141,10 +109,6 @@ def grouped(names: Any) -> str:
 def _shape(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
-    try:
-        shape = tuple(int(size) for size in text.split(","))
-    except ValueError:
-        shape = ()
-    if not shape or min(shape) < 1:
-        raise typer.BadParameter(f"{text!r} is no shape: give whole numbers with commas between, as in 1,3,64,64")
-    return shape
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise typer.BadParameter(f"--example {text}: give whole numbers with commas, as in 1,3,64,64")
+    return tuple(map(int, text.split(",")))

@@ -1,74 +1,63 @@
-"""`bitgraft bench`: the runs of a suite, what is left of them."""
+"""`bitgraft bench`: the runs of a suite."""
 
+import os
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Option
 
-from bitgraft.cli.names import AsJson, Workers
+from bitgraft.cli.options import AsJson, Pretrained, Root, Suite, Weights, Workers
+from bitgraft.cli.output import FAILURE, show
 
 if TYPE_CHECKING:
-    from bitgraft.paper.bench.pools import Pool
     from bitgraft.paper.bench.runner import Board
-    from bitgraft.paper.bench.suite import Suite
 
-TRY = """\b
-Try:
+TRY = """
   bitgraft bench decathlon --root data --rows full,finetune --seeds 0,1,2 --runs runs/decathlon
   bitgraft bench my-suite.toml --root data --jobs 2
   bitgraft bench decathlon --root data --rows full --train-on-val --submission results.json
-  bitgraft bench imagenet-to-sketch --plan
-  bitgraft report runs/decathlon"""
+  bitgraft bench imagenet-to-sketch --plan"""
+SUBMISSION = "Write the test answers of one row, in the challenge's format."
 
 
 def bench(
-    suite: Annotated[str, typer.Argument(metavar="SUITE", help="One of ours (--list), or a .toml file.")] = "",
-    root: Annotated[Path, typer.Option(metavar="DIR", help="Where the data sets lie.")] = Path(),
-    runs: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where task files and records go [runs/SUITE].")
-    ] = None,
-    rows: Annotated[
-        str | None, typer.Option("--rows", "--methods", metavar="A,B", help="Only these rows of the table.")
-    ] = None,
-    datasets: Annotated[str | None, typer.Option(metavar="A,B", help="Only these data sets.")] = None,
-    seeds: Annotated[str | None, typer.Option(metavar="0,1,2", help="In place of the suite's own.")] = None,
-    backbone: Annotated[
-        str | None, typer.Option(metavar="NAME", help="In place of the suite's own, as in --backbone densenet121.")
-    ] = None,
-    weights: Annotated[
-        str | None, typer.Option(metavar="SOURCE", help="Of the backbone: a file, or package:NAME.")
-    ] = None,
-    pretrained: Annotated[bool, typer.Option(help="Published weights where no others are given.")] = True,
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
-    threads: Annotated[int | None, typer.Option(min=1, help="Of each run [the cores shared out].")] = None,
+    suite: Suite = "",
+    root: Root = Path(),
+    runs: Annotated[Path | None, Option(metavar="DIR", help="For task files and records [runs/SUITE].")] = None,
+    rows: Annotated[str | None, Option("--rows", "--methods", metavar="A,B", help="Only these rows.")] = None,
+    datasets: Annotated[str | None, Option(metavar="A,B", help="Only these data sets.")] = None,
+    seeds: Annotated[str | None, Option(metavar="0,1,2", help="Instead of the suite's own.")] = None,
+    backbone: Annotated[str | None, Option(metavar="NAME", help="Instead of the suite's own.")] = None,
+    weights: Weights = None,
+    pretrained: Pretrained = True,
+    jobs: Annotated[int, Option(min=1, help="Runs at a time.")] = 1,
+    threads: Annotated[int | None, Option(min=1, help="Per run [the cores divided by --jobs].")] = None,
     workers: Workers = 0,
-    ray: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="A Ray cluster to run on; `local` starts one here.")
-    ] = None,
-    train_on_val: Annotated[
-        bool, typer.Option("--train-on-val", help="Devkit domains: train on train and val.")
-    ] = False,
-    submission: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the test answers of one row, as the challenge takes them."),
-    ] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Say what would be run, and leave.")] = False,
-    known: Annotated[bool, typer.Option("--list", help="Name the suites that come with bitgraft, and leave.")] = False,
+    ray: Annotated[str | None, Option(metavar="ADDRESS", help="A Ray cluster; `local` starts one here.")] = None,
+    train_on_val: Annotated[bool, Option("--train-on-val", help="Devkit domains: train on train and val.")] = False,
+    submission: Annotated[Path | None, Option(metavar="FILE", help=SUBMISSION)] = None,
+    plan: Annotated[bool, Option("--plan", help="List the runs that are left and exit.")] = False,
+    known: Annotated[bool, Option("--list", help="List the built-in suites and exit.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run what is left of a suite, with a record of each run.
 
-    A suite is a grid: every row on every data set with every seed. What has its record is never run again, so the
-    same command goes on after a kill, and runs what was added. A run that fails does not hold up the others.
+    A suite is a grid: every row on every data set with every seed. A run with a record never runs again, so the same
+    command goes on after a kill, and runs what was added. A run that fails does not hold up the others.
     """
-    from bitgraft.paper.bench import reading
+    from bitgraft.paper.bench import reading, runner
     from bitgraft.paper.bench import suite as suites
 
     if known:
-        _list(as_json)
+        held = {name: reading.load_suite(name) for name in reading.built_in()}
+        data = {name: {"title": one.title, "rows": [row.row for row in one.rows]} for name, one in held.items()}
+        lines = [f"{name:24}{s.title}: {len(s.datasets)} data sets, {len(s.rows)} rows" for name, s in held.items()]
+        show(as_json, data, "\n".join(lines))
         return
     if not suite:
-        raise typer.BadParameter(f"say which suite: one of {', '.join(reading.built_in())}, or a .toml file")
+        raise typer.BadParameter(f"name a suite: one of {', '.join(reading.built_in())}, or a .toml file")
     whole = reading.load_suite(suite)
     if train_on_val:
         whole = suites.on_all_labels(whole)
@@ -78,84 +67,37 @@ def bench(
     parts = [whole.name, backbone or "", "train-on-val" if train_on_val else ""]
     folder = runs or Path("runs") / "-".join(filter(None, parts))
     if submission is not None and len(chosen.rows) != 1:
-        raise typer.BadParameter("--submission is of one row: name it with --rows")
-    board = _run(whole, chosen, root, folder, jobs, threads, workers, ray, plan, as_json)
-    if board is None:
+        raise typer.BadParameter("--submission is for one row: name it with --rows")
+    if plan:
+        board = runner.plan(chosen, folder)
+        done, left = [str(cell) for cell in board.done], [str(cell) for cell in board.left]
+        text = "\n  ".join([f"{len(done)} runs are done, {len(left)} are left", *left])
+        show(as_json, {"done": done, "left": left}, text)
         return
-    if submission is not None and not board.failed:
-        from bitgraft.paper.bench.submission import write_submission
 
+    from rich.console import Console
+    from rich.live import Live
+
+    from bitgraft.paper.bench.pools import Local, Place, Ray
+    from bitgraft.paper.bench.submission import write_submission
+
+    place = Place(root, folder, threads or max(1, (os.cpu_count() or 1) // jobs), workers)
+    pool = Local(jobs) if ray is None else Ray(None if ray == "local" else ray)
+    runner.describe(whole, folder)
+    console = Console(stderr=True, quiet=as_json)
+    with Live(console=console, auto_refresh=False, transient=not console.is_terminal) as live:
+        board = runner.run(chosen, place, pool, [_Progress(live, folder)])
+    failed = {str(ended.cell): ended.fault for ended in board.failed}
+    show(as_json, {"done": len(board.done), "failed": failed, "runs": str(folder)})
+    for cell, fault in failed.items():
+        typer.echo(f"error: {cell}: {fault}", err=True)
+    if board.left:
+        typer.echo(f"error: {len(board.left)} runs need the backbone, which could not be trained", err=True)
+    if failed:
+        raise typer.Exit(FAILURE)
+    if submission is not None:
         count = write_submission(chosen, root, folder, submission)
         typer.echo(f"{count:,} answers in {submission}", err=True)
-    if board.failed:
-        raise typer.Exit(1)
-
-
-def _list(as_json: bool) -> None:
-    from bitgraft.cli.output import show_json
-    from bitgraft.paper.bench.reading import built_in, load_suite
-
-    known = {name: load_suite(name) for name in built_in()}
-    if as_json:
-        show_json({name: {"title": s.title, "rows": [r.row for r in s.rows]} for name, s in known.items()})
-    else:
-        for name, held in known.items():
-            typer.echo(f"{name:24}{held.title}: {len(held.datasets)} data sets, {len(held.rows)} rows")
-
-
-def _run(
-    whole: "Suite",
-    chosen: "Suite",
-    root: Path,
-    folder: Path,
-    jobs: int,
-    threads: int | None,
-    workers: int,
-    ray: str | None,
-    plan: bool,
-    as_json: bool,
-) -> "Board | None":
-    import os
-
-    from bitgraft.cli.board import Progress
-    from bitgraft.cli.output import show_json
-    from bitgraft.paper.bench import runner
-    from bitgraft.paper.bench.pools import Place
-
-    if plan:
-        _plan(runner.plan(chosen, folder), as_json)
-        return None
-    place = Place(root, folder, threads or max(1, (os.cpu_count() or 1) // jobs), workers)
-    pool = _pool(jobs, ray)
-    runner.describe(whole, folder)
-    with Progress(folder, quiet=as_json) as progress:
-        board = runner.run(chosen, place, pool, [progress])
-    if as_json:
-        show_json(
-            {"done": len(board.done), "failed": {str(e.cell): e.fault for e in board.failed}, "runs": str(folder)}
-        )
-    for ended in board.failed:
-        typer.echo(f"error: {ended.cell}: {ended.fault}", err=True)
-    if board.left:
-        typer.echo(f"error: {len(board.left)} runs wait for the backbone, which was not trained", err=True)
-    return board
-
-
-def _pool(jobs: int, ray: str | None) -> "Pool":
-    from bitgraft.paper.bench.pools import Local, Ray
-
-    return Local(jobs) if ray is None else Ray(None if ray == "local" else ray)
-
-
-def _plan(board: "Board", as_json: bool) -> None:
-    from bitgraft.cli.output import show_json
-
-    if as_json:
-        show_json({"done": [str(cell) for cell in board.done], "left": [str(cell) for cell in board.left]})
-        return
-    typer.echo(f"{len(board.done)} runs are done, {len(board.left)} are left")
-    for cell in board.left:
-        typer.echo(f"  {cell}")
 
 
 def _words(text: str | None) -> list[str]:
@@ -167,3 +109,41 @@ def _numbers(text: str | None) -> list[int]:
         return [int(word) for word in _words(text)]
     except ValueError:
         raise typer.BadParameter(f"--seeds {text}: give whole numbers, as in --seeds 0,1,2") from None
+
+
+class _Progress:
+    """A live table in a terminal, else a line for each run."""
+
+    def __init__(self, live: Any, folder: Path) -> None:
+        self.live, self.folder = live, folder
+
+    def changed(self, board: "Board") -> None:
+        if self.live.console.is_terminal:
+            self.live.update(table(board, self.folder), refresh=True)
+        elif not self.live.console.quiet:
+            ended = len(board.done) + len(board.failed)
+            print(f"{ended} of {ended + len(board.left)} runs done, {len(board.failed)} failed", file=sys.stderr)
+
+
+def table(board: "Board", folder: Path) -> Any:
+    """Test accuracies so far: the mean over seeds, and how many of them are done."""
+    from rich.table import Table
+
+    from bitgraft.methods import registry
+    from bitgraft.paper.bench.runner import records
+    from bitgraft.paper.report.records import ORIGINAL
+
+    suite = board.suite
+    counts = f"{len(board.done)} runs done, {len(board.left)} left, {len(board.failed)} failed"
+    drawn = Table("row", title=f"{suite.name}: {counts}")
+    for dataset in suite.datasets:
+        drawn.add_column(dataset.title or dataset.name, justify="right")
+    found: dict[tuple[str, str], list[float]] = {}
+    for record in records(suite, folder):
+        found.setdefault((record["row"], record["dataset"]), []).append(record["last"]["test_accuracy"] or 0.0)
+    for row in suite.rows:
+        original = ORIGINAL if not registry.get(row.method).joint else ""  # a joint method has another backbone
+        values = [found.get((row.row, d.name)) or found.get((original, d.name), []) for d in suite.datasets]
+        means = [f"{100 * sum(v) / len(v):.1f}{f' ({len(v)})' if len(v) > 1 else ''}" if v else "·" for v in values]
+        drawn.add_row(row.title or row.row, *means)
+    return drawn

@@ -1,14 +1,13 @@
-"""`bitgraft data`: is there what a suite needs?"""
+"""`bitgraft data`: whether the data sets of a suite are there."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from bitgraft.cli.names import AsJson
+from bitgraft.cli.options import AsJson, Root, Suite
+from bitgraft.cli.output import FAILURE, show
 
-TRY = """\b
-Try:
+TRY = """
   bitgraft data check decathlon --root data
   bitgraft data check my-suite.toml --root data --json"""
 
@@ -20,43 +19,25 @@ def data() -> None:
     """The data sets of a suite."""
 
 
-@app.command(epilog=TRY)
-def check(
-    suite: Annotated[str, typer.Argument(metavar="SUITE", help="One of ours, or a .toml file.")],
-    root: Annotated[Path, typer.Option(metavar="DIR", help="Where the data sets lie.")] = Path(),
-    as_json: AsJson = False,
-) -> None:
-    """Say of each data set whether it is there and as the suite says: images of each split, classes, checksums.
+@app.command(epilog="\b\nTry:" + TRY)
+def check(suite: Suite, root: Root = Path(), as_json: AsJson = False) -> None:
+    """Check each data set of a suite: images of each split, classes, checksums.
 
-    Of one that is not: what is wrong, where it comes from and which files are read. Exit code 1 where something is
-    missing.
+    For one that is missing or different: what is wrong, where it comes from and which files are read. The exit code is
+    then 1.
     """
-    from bitgraft.cli.output import show_json
     from bitgraft.paper.bench.check import check_suite, layout, unchecked
     from bitgraft.paper.bench.reading import load_suite
 
-    held = load_suite(suite)
-    found = {name: list(faults) for name, faults in check_suite(held, root)}
-    if as_json:
-        show_json(
-            {
-                dataset.name: {
-                    "ready": not found[dataset.name],
-                    "faults": found[dataset.name],
-                    "layout": layout(dataset),
-                    "source": dataset.source,
-                    "unchecked": unchecked(dataset, root),
-                }
-                for dataset in held.datasets
-            }
-        )
-    else:
-        for dataset in held.datasets:
-            faults, gone = found[dataset.name], unchecked(dataset, root)
-            ready = f"ready; not here to be checked: {', '.join(gone)}" if gone else "ready"
-            typer.echo(f"{dataset.name:16}{faults[0] if faults else ready}")
-            more = [f"from: {dataset.source}" if dataset.source else "", f"read as: {layout(dataset)}"]
-            for line in [*faults[1:], *filter(None, more)] if faults else ():
-                typer.echo(f"{'':16}{line}")
-    if any(found.values()):
-        raise typer.Exit(1)
+    held, report, lines = load_suite(suite), {}, []
+    for dataset, (name, found) in zip(held.datasets, check_suite(held, root), strict=True):
+        faults, gone, read = list(found), unchecked(dataset, root), layout(dataset)
+        about = {"faults": faults, "layout": read, "source": dataset.source, "unchecked": gone}
+        report[name] = {"ready": not faults, **about}
+        told = ["ready" + (f"; not here to be checked: {', '.join(gone)}" if gone else "")]
+        if faults:
+            told = [*faults, *([f"from: {dataset.source}"] if dataset.source else []), f"read as: {read}"]
+        lines += [f"{'' if number else name:16}{line}" for number, line in enumerate(told)]
+    show(as_json, report, "\n".join(lines))
+    if not all(one["ready"] for one in report.values()):
+        raise typer.Exit(FAILURE)

@@ -1,144 +1,106 @@
 """`bitgraft inspect`: what is in a task file."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from bitgraft.cli.output import megabytes, show, show_json, table
+from bitgraft.cli.options import AsJson
+from bitgraft.cli.output import megabytes, show, table
 
-if TYPE_CHECKING:
-    from bitgraft.format.inspect import Inspection, Layer, Spread
-
-TRY = """\b
-Try:
+TRY = """
   bitgraft inspect flowers.safetensors
-  bitgraft inspect flowers.safetensors --json
   bitgraft inspect bitgraft-store/*.safetensors --figure masks.png"""
 
 HEADS = {
     "classes": "a classifier in place of the backbone's",
-    "linear": "a linear layer behind the backbone",
+    "linear": "a linear layer after the backbone",
     "module": "a module of the user's",
     "keep": "the backbone's own",
-    "none": "none, features come out",
+    "none": "none: the task gives features",
 }
 
 
 def inspect(
-    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Task files. Their backbones are not needed.")],
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
-    figure: Annotated[
-        str | None, typer.Option(metavar="OUT", help="Draw into this .png, .svg or .pdf in place of showing tables.")
-    ] = None,
+    files: Annotated[list[str], Argument(metavar="FILE", help="Task files. Their backbones are not needed.")],
+    as_json: AsJson = False,
+    figure: Annotated[str | None, Option(metavar="OUT", help="Draw into this .png, .svg or .pdf instead.")] = None,
 ) -> None:
     """Show what is in task files.
 
     The method, classes and size of a task, bits per weight, and the share of ones and k of each layer. The figure is
     the paper's last one: ones by depth of layer, and k1, k2 and k3; several tasks and backbones side by side.
     """
-    if figure is not None:
-        _check(figure)
+    from bitgraft.errors import FigureError
     from bitgraft.format.inspect import inspect_file
 
+    if figure is not None:
+        from bitgraft.paper.figures import check_path, parameter_analysis, save
+        from bitgraft.store import Store
+
+        try:
+            check_path(figure)
+        except FigureError as error:
+            raise typer.BadParameter(str(error), param_hint="--figure") from error
     found = [inspect_file(file) for file in files]
     if figure is not None:
-        _draw(found, files, figure)
-    if as_json:
-        plain = [task.plain() for task in found]
-        show_json(plain if len(plain) > 1 else plain[0])
-    elif figure is None:
-        show(*(part for task in found for part in _parts(task)))
-    else:
-        print(f"wrote {figure}")
+        stores = [Store(folder) for folder in {Path(file).parent for file in files} if Store.exists(folder)]
+        save(parameter_analysis(found, {store.fingerprint: store.backbone.name for store in stores}), figure)
+    plain = [task.plain() for task in found]
+    parts = [part for task in plain for part in _parts(task)] if figure is None else [f"wrote {figure}"]
+    show(as_json, plain if len(plain) > 1 else plain[0], *parts)
 
 
-def _check(figure: str) -> None:
-    from bitgraft.errors import FigureError
-    from bitgraft.paper.figures import check_path
-
-    try:
-        check_path(figure)
-    except FigureError as error:
-        raise typer.BadParameter(str(error), param_hint="--figure") from error
-
-
-def _draw(found: Sequence["Inspection"], files: Sequence[str], figure: str) -> None:
-    from bitgraft.paper.figures import parameter_analysis, save
-
-    save(parameter_analysis(found, _backbones(files)), figure)
-
-
-def _backbones(files: Sequence[str]) -> dict[str, str]:
-    """The names of backbones by fingerprint, as the stores say them that files lie in."""
-    from bitgraft.store import Store
-
-    folders = {Path(file).parent for file in files}
-    stores = [Store(folder) for folder in folders if Store.exists(folder)]
-    return {store.fingerprint: store.backbone.name for store in stores}
-
-
-def _parts(found: "Inspection") -> list[Any]:
-    parts: list[Any] = [table(["task", found.archive.metadata.name], _facts(found))]
-    if found.layers:
-        parts += [table(*_layers(found)), "Layers are listed in the order in which data reaches them."]
+def _parts(task: dict[str, Any]) -> list[Any]:
+    parts: list[Any] = [table(["task", task["name"]], [(fact, value) for fact, value in _facts(task) if value])]
+    if task["layers"]:
+        parts += [_layers(task["layers"]), "Layers are listed in the order in which data reaches them."]
     return parts
 
 
-def _facts(found: "Inspection") -> list[tuple[str, str]]:
-    metadata, metrics = found.archive.metadata, found.archive.metrics
-    by_kind = ", ".join(f"{kind} {megabytes(size)}" for kind, size in found.bytes.items() if size)
-    facts = [
-        ("method", metadata.method),
-        ("options", _pairs(metadata.options)),
-        ("head", HEADS[metadata.head]),
-        ("classes", _classes(metadata.classes)),
-        ("preprocessing", _pairs(metadata.preprocessing)),
-        *_metrics(metrics),
-        ("backbone fingerprint", found.archive.backbone),
-        ("builds on", ", ".join(metadata.depends_on)),
-        ("size", f"{megabytes(found.size)}: {by_kind}"),
-    ]
-    if found.bits_per_weight is not None:
-        facts += [
-            ("weights under masks", f"{found.weights:,}"),
-            ("bits per weight", f"{found.bits_per_weight:.3f}, head apart"),
-            ("share of ones", f"{found.density:.3f}"),
-        ]
-    return [(name, value) for name, value in facts if value]
+def _facts(task: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "method", task["method"]
+    yield "options", _pairs(task["options"])
+    yield "head", HEADS[task["head"]]
+    yield "classes", _classes(task["classes"])
+    yield "preprocessing", _pairs(task["preprocessing"])
+    records = {name: record for name, record in task["metrics"].items() if isinstance(record, Mapping)}
+    yield "metrics", _pairs({k: v for k, v in task["metrics"].items() if k not in records and v is not None})
+    for name, record in records.items():  # last, best, test
+        yield f"metrics, {name}", _pairs(record)
+    yield "backbone fingerprint", task["backbone"]
+    yield "builds on", ", ".join(task["leans_on"])
+    by_kind = ", ".join(f"{kind} {megabytes(size)}" for kind, size in task["bytes"].items() if size)
+    yield "size", f"{megabytes(task['size'])}: {by_kind}"
+    if task["weights"]:
+        yield "weights under masks", f"{task['weights']:,}"
+        yield "bits per weight", f"{task['bits_per_weight']:.3f}, without the head"
+        yield "share of ones", f"{task['density']:.3f}"
 
 
-def _metrics(metrics: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A row for each record that training left (last, best, test), and one for what else is there."""
-    records = {name: record for name, record in metrics.items() if isinstance(record, Mapping)}
-    rest = {name: value for name, value in metrics.items() if name not in records and value is not None}
-    return [("metrics", _pairs(rest)), *((f"metrics, {name}", _pairs(record)) for name, record in records.items())]
+def _layers(layers: list[dict[str, Any]]) -> Any:
+    """Without the columns that are empty for this method."""
+    masks, values = (any(layer[name] for layer in layers) for name in ("weights", "values"))
+    ks = [k for k in ("k0", "k1", "k2", "k3") if any(k in layer for layer in layers)]
+    rows: list[list[Any]] = []
+    for layer in layers:
+        share = "" if layer["density"] is None else f"{layer['density']:.3f}"
+        k = [_k(**layer[k]) if k in layer else "" for k in ks]
+        rows.append([layer["name"], *[layer["weights"], share] * masks, *k, *[layer["values"]] * values])
+    heads = ["layer", *["weights>", "ones>"] * masks, *[f"{k}>" for k in ks], *["values>"] * values]
+    return table(heads, rows)
 
 
-def _layers(found: "Inspection") -> tuple[list[str], list[list[str]]]:
-    """Headings and rows, without columns that say nothing for this method."""
-    masks = any(layer.weights for layer in found.layers)
-    ks = max(len(layer.k) for layer in found.layers)
-    values = any(layer.values for layer in found.layers)
-    heads = ["layer", *["weights>", "ones>"] * masks, *[f"k{i}>" for i in range(ks)], *["values>"] * values]
-    return heads, [_row(layer, masks, ks, values) for layer in found.layers]
+def _k(mean: float, low: float, high: float) -> str:
+    return f"{mean:.4g}" if low == high else f"{mean:.3g} ({low:.3g} to {high:.3g})"
 
 
-def _row(layer: "Layer", masks: bool, ks: int, values: bool) -> list[str]:
-    share = "" if layer.density is None else f"{layer.density:.3f}"
-    k = [_k(layer.k[i]) if i < len(layer.k) else "" for i in range(ks)]
-    return [layer.name, *[f"{layer.weights:,}", share] * masks, *k, *[f"{layer.values:,}"] * values]
-
-
-def _k(k: "Spread") -> str:
-    return f"{k.mean:.4g}" if k.low == k.high else f"{k.mean:.3g} ({k.low:.3g} to {k.high:.3g})"
-
-
-def _classes(classes: tuple[str, ...] | None) -> str:
+def _classes(classes: list[str] | None) -> str:
     if classes is None:
         return ""
-    if classes == tuple(map(str, range(len(classes)))):
+    if classes == [str(number) for number in range(len(classes))]:
         return f"{len(classes)}, without names"
     return f"{len(classes)}: {', '.join(classes[:8])}{', ...' if len(classes) > 8 else ''}"
 

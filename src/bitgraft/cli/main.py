@@ -3,36 +3,21 @@
 import os
 import sys
 import time
+from importlib import import_module
 from typing import Annotated
 
 import typer
 
 from bitgraft import __version__
-from bitgraft.cli import (
-    anatomy,
-    bench,
-    compress,
-    data,
-    demo,
-    evaluate,
-    export,
-    inspect,
-    methods,
-    params,
-    predict,
-    pull,
-    push,
-    report,
-    score,
-    serve,
-    tasks,
-    train,
-)
-from bitgraft.cli.output import CLOSED_PIPE, FAILURE, INTERRUPTED, USAGE
+from bitgraft.cli import data
+from bitgraft.cli.output import FAILURE, INTERRUPTED, USAGE
 from bitgraft.errors import BitgraftError, UnknownBackboneError
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # of the click inside typer, or of the one beside it
 LINGER = 5.0  # seconds
+COMMANDS = """train evaluate predict tasks export compress push pull demo
+              anatomy inspect params methods bench score serve report"""
+"""In the order of the help. The module of each has a function of its name, and TRY, the lines to paste."""
 
 app = typer.Typer(
     name="bitgraft",
@@ -47,7 +32,7 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def options(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Show the version and leave.", is_eager=True)] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
 ) -> None:
     if version:
         typer.echo(f"bitgraft {__version__}")
@@ -56,43 +41,30 @@ def options(
         typer.echo(context.get_help())
 
 
-app.command(epilog=train.TRY)(train.train)
-app.command("eval", epilog=evaluate.TRY)(evaluate.evaluate)
-app.command(epilog=predict.TRY)(predict.predict)
-app.command(epilog=tasks.TRY)(tasks.tasks)
-app.command(epilog=export.TRY)(export.export)
-app.command(epilog=compress.TRY)(compress.compress)
-app.command(epilog=push.TRY)(push.push)
-app.command(epilog=pull.TRY)(pull.pull)
-app.command(epilog=demo.TRY)(demo.demo)
-app.command(epilog=anatomy.TRY)(anatomy.anatomy)
-app.command(epilog=inspect.TRY)(inspect.inspect)
-app.command(epilog=params.TRY)(params.params)
-app.command(epilog=methods.TRY)(methods.methods)
-app.command(epilog=bench.TRY)(bench.bench)
+for name in COMMANDS.split():
+    module = import_module(f"bitgraft.cli.{name}")
+    app.command("eval" if name == "evaluate" else name, epilog="\b\nTry:" + module.TRY)(getattr(module, name))
 app.add_typer(data.app, name="data")
-app.command(epilog=score.TRY)(score.score)
-app.command(epilog=serve.TRY)(serve.serve)
-app.command(epilog=report.TRY)(report.report)
 
 
 def main() -> None:
-    """Run the command line: one sentence and an exit code for whatever a user can mend, never a traceback."""
+    """Run the command line: mistakes become one sentence and an exit code, never a traceback."""
     try:
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without ∘ still gets its table
-        code = app(standalone_mode=False)
+        code = app(prog_name="bitgraft", standalone_mode=False)
         sys.stdout.flush()
     except UsageError as error:
-        code = _complain(_sentence(error), USAGE)
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "bitgraft"
+        said = error.format_message().rstrip(".").replace(": Value error, ", ": ")  # type: ignore[attr-defined]
+        code = _complain(f"{said}; see `{command} --help`", USAGE)
     except (typer.Abort, KeyboardInterrupt):
         code = INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the last flush finds an open end
-        code = CLOSED_PIPE
-    except BitgraftError as error:
-        code = _complain(str(error), _exit_code(error))
-    except OSError as error:
-        code = _complain(str(error), FAILURE)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
+        code = FAILURE
+    except (BitgraftError, OSError) as error:
+        code = _complain(str(error), USAGE if isinstance(error, UnknownBackboneError) else FAILURE)
     sys.exit(code)
 
 
@@ -100,18 +72,8 @@ def _complain(message: str, code: int) -> int:
     if "Network(" in message and sys.argv[1:2] in (["anatomy"], ["params"]):
         message += " (on the command line: --head LAYER, --example 1,3,64,64)"
     rank = os.environ.get("RANK", "0")
-    if rank != "0":  # of several processes the first speaks; the launcher ends the others, if they have the same to say
+    if rank != "0":  # the first process speaks; the launcher ends the others if they have the same to say
         time.sleep(LINGER)
         message = f"process {rank}: {message}"
     print(f"error: {message}\n", end="", file=sys.stderr, flush=True)
     return code
-
-
-def _sentence(error: Exception) -> str:
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else "bitgraft"
-    return f"{error.format_message().rstrip('.')}; `{command} --help` tells more"  # type: ignore[attr-defined]
-
-
-def _exit_code(error: BitgraftError) -> int:
-    return USAGE if isinstance(error, UnknownBackboneError) else FAILURE

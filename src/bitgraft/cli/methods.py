@@ -1,28 +1,19 @@
 """`bitgraft methods`: what `--method` can be."""
 
-from typing import Annotated
+from bitgraft.cli.options import AsJson
+from bitgraft.cli.output import show, table
 
-import typer
-
-from bitgraft.cli.output import show, show_json, table
-
-TRY = """\b
-Try:
-  bitgraft methods
-  bitgraft methods --json"""
+TRY = "\n  bitgraft methods"
 
 
-def methods(as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False) -> None:
+def methods(as_json: AsJson = False) -> None:
     """List the methods, with their equations."""
     from bitgraft.methods import registry
 
     known = [registry.get(name) for name in registry.method_names()]
-    if as_json:
-        show_json(
-            [
-                {"name": m.name, "equation": m.equation, "summary": m.summary, "options": registry.plain(m.options)}
-                for m in known
-            ]
-        )
-    else:
-        show(table(["method", "equation", "what it is"], [(m.name, m.equation, m.summary) for m in known]))
+    rows = [(method.name, method.equation, method.summary) for method in known]
+    data = [
+        {"name": name, "equation": equation, "summary": summary, "options": registry.plain(method.options)}
+        for method, (name, equation, summary) in zip(known, rows, strict=True)
+    ]
+    show(as_json, data, table(["method", "equation", "what it is"], rows))

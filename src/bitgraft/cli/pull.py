@@ -1,18 +1,14 @@
 """`bitgraft pull`: a task from elsewhere into a store."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-from bitgraft.cli.names import STORE, AsJson, StoreFolder
-from bitgraft.cli.output import megabytes, show, show_json
+from bitgraft.cli.options import STORE, AsJson, Overwrite, StoreFolder, Weights
+from bitgraft.cli.output import megabytes, show
 
-if TYPE_CHECKING:
-    from bitgraft.sharing.pulling import Fetched
-    from bitgraft.store import Backbone, Store
-
-TRY = """\b
-Try:
+TRY = """
   bitgraft pull hf:me/flowers-resnet50
   bitgraft pull hf:me/flowers-resnet50 --backbone resnet50 --store new-store
   bitgraft pull https://example.org/flowers.safetensors#sha256=DIGEST
@@ -20,56 +16,44 @@ Try:
 
 
 def pull(
-    source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="hf:OWNER/NAME[@REVISION], https://..., a folder or a file.")
-    ],
-    task: Annotated[str | None, typer.Option(metavar="NAME", help="Which one, where there are several.")] = None,
+    source: Annotated[str, Argument(metavar="SOURCE", help="hf:OWNER/NAME[@REVISION], https://..., a folder or file.")],
+    task: Annotated[str | None, Option(metavar="NAME", help="Which one, if there are several.")] = None,
     store: StoreFolder = STORE,
-    name: Annotated[str | None, typer.Option("--as", metavar="NAME", help="What to call it here.")] = None,
-    sha256: Annotated[str | None, typer.Option(metavar="DIGEST", help="What the file must have.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Even if the task is there.")] = False,
-    max_size: Annotated[int, typer.Option(min=1, metavar="MB", help="Refuse what is larger.")] = 2000,
-    backbone: Annotated[
-        str | None, typer.Option(metavar="NAME", help="To begin a store with, if there is none.")
-    ] = None,
-    weights: Annotated[str | None, typer.Option(metavar="FILE", help="That backbone's.")] = None,
-    no_pretrained: Annotated[bool, typer.Option("--no-pretrained", help="That backbone has random weights.")] = False,
+    name: Annotated[str | None, Option("--as", metavar="NAME", help="What to call it here.")] = None,
+    sha256: Annotated[str | None, Option(metavar="DIGEST", help="The digest that the file must have.")] = None,
+    overwrite: Overwrite = False,
+    max_size: Annotated[int, Option(min=1, metavar="MB", help="Refuse larger files.")] = 2000,
+    backbone: Annotated[str | None, Option(metavar="NAME", help="The backbone of a new store.")] = None,
+    weights: Weights = None,
+    no_pretrained: Annotated[bool, Option("--no-pretrained", help="The backbone has random weights.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Bring a task file into the store, checked first.
+    """Fetch a task file, check it and add it to the store.
 
-    It must be whole (checksum), of a format that this bitgraft knows, and made on the store's backbone (fingerprint).
-    A file that is not leaves the store as it was.
+    It must be whole (checksum), of a format that this bitgraft knows, and made for the store's backbone (fingerprint).
+    Otherwise the store stays as it was.
     """
+    from bitgraft.errors import WrongBackboneError
+    from bitgraft.network import Network
     from bitgraft.sharing.pulling import enter, fetch
     from bitgraft.store import Backbone, Store
 
-    new = not Store.exists(store) and backbone is not None
+    new = backbone is not None and not Store.exists(store)
     if not new and (weights or no_pretrained):
-        raise typer.BadParameter("--weights and --no-pretrained say what a new store begins with: add --backbone")
+        raise typer.BadParameter("--weights and --no-pretrained are for a new store: add --backbone")
     if not new:
-        Store(store)
+        Store(store)  # a bad one is reported before anything is fetched
     fetched = fetch(source, task, sha256=sha256, limit=max_size * 1_000_000)
-    begun = Backbone(backbone or "", weights, not no_pretrained and weights is None)
-    opened = _begin(store, begun, fetched) if new else Store(store)
-    called = enter(fetched, opened, name, overwrite=overwrite)
-    if as_json:
-        held = {"task": called, "store": str(opened.folder), "source": fetched.source, "sha256": fetched.sha256}
-        show_json({**held, "method": fetched.archive.metadata.method, "bytes": len(fetched.data)})
-    else:
-        show(f"{called} is in {opened.folder}: {megabytes(len(fetched.data))}, SHA-256 {fetched.sha256}")
-
-
-def _begin(folder: str, backbone: "Backbone", fetched: "Fetched") -> "Store":
-    """A new store, if the task belongs to this backbone."""
-    from bitgraft.errors import WrongBackboneError
-    from bitgraft.network import Network
-    from bitgraft.store import Store
-
-    net = Network(backbone.build())
-    if net.fingerprint != fetched.archive.backbone:
-        raise WrongBackboneError(
-            f"{fetched.source} belongs to a backbone with fingerprint {fetched.archive.backbone[:12]}, "
-            f"{backbone.name} with these weights has {net.fingerprint[:12]}: no store was made"
-        )
-    return Store.create(folder, backbone, net)
+    if new:
+        asked = Backbone(backbone or "", weights, not no_pretrained and weights is None)
+        net = Network(asked.build())
+        if net.fingerprint != fetched.archive.backbone:
+            raise WrongBackboneError(
+                f"{fetched.source} belongs to a backbone with fingerprint {fetched.archive.backbone[:12]}, "
+                f"{asked.name} with these weights has {net.fingerprint[:12]}: no store was made"
+            )
+        Store.create(store, asked, net)
+    called, size = enter(fetched, Store(store), name, overwrite=overwrite), len(fetched.data)
+    data: dict[str, object] = {"task": called, "store": store, "source": fetched.source, "sha256": fetched.sha256}
+    data |= {"method": fetched.archive.metadata.method, "bytes": size}
+    show(as_json, data, f"{called} is in {store}: {megabytes(size)}, SHA-256 {fetched.sha256}")

@@ -2,35 +2,31 @@
 
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-from bitgraft.cli.names import STORE, AsJson, StoreFolder, TaskName
-from bitgraft.cli.output import show, show_json
+from bitgraft.cli.options import STORE, AsJson, StoreFolder, TaskName
+from bitgraft.cli.output import show
 
-TRY = """\b
-Try:
+TRY = """
   bitgraft push me/flowers-resnet50 --task flowers
   bitgraft push me/flowers-resnet50 --task flowers --license cc-by-4.0 --private"""
 
 
 def push(
-    repo: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The repository; it is made if there is none.")],
+    repo: Annotated[str, Argument(metavar="OWNER/NAME", help="The repository; created if there is none.")],
     task: TaskName,
     store: StoreFolder = STORE,
-    licence: Annotated[str | None, typer.Option("--license", metavar="NAME", help="As the Hub calls it.")] = None,
-    private: Annotated[bool, typer.Option("--private", help="If the repository is new, for you alone.")] = False,
-    no_card: Annotated[bool, typer.Option("--no-card", help="Leave the repository's README.md as it is.")] = False,
+    licence: Annotated[str | None, Option("--license", metavar="NAME", help="The Hub's name of the license.")] = None,
+    private: Annotated[bool, Option("--private", help="Make a new repository private.")] = False,
+    no_card: Annotated[bool, Option("--no-card", help="Leave the repository's README.md as it is.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Upload a task's file to the Hugging Face Hub, with a model card made from what the file says.
+    """Upload a task to the Hugging Face Hub, with a model card.
 
-    You are who `hf auth login` or HF_TOKEN says. Without --license, the card states none: that is for you to choose.
+    Log in with `hf auth login` or HF_TOKEN. Without --license, the card states none: that is your choice to make.
     """
     from bitgraft.sharing.pushing import push as send
     from bitgraft.store import Store
 
     address = send(Store(store), task, repo, licence=licence, private=private, card=not no_card)
-    if as_json:
-        show_json({"task": task, "repository": repo, "commit": address})
-    else:
-        show(f"sent {task} to {repo}: {address}")
+    show(as_json, {"task": task, "repository": repo, "commit": address}, f"sent {task} to {repo}: {address}")

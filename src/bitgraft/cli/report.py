@@ -4,37 +4,25 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-from bitgraft.cli.names import AsJson
-from bitgraft.cli.output import show_json
+from bitgraft.cli.options import AsJson
+from bitgraft.cli.output import show
 
-TRY = """\b
-Try:
-  bitgraft report runs/decathlon
+TRY = """
   bitgraft report runs/decathlon --published --output docs/results/decathlon
   bitgraft report docs/results/decathlon/records.jsonl --baseline finetune --output other
   bitgraft report runs/quick-grid --validation --json"""
 
 
 def report(
-    runs: Annotated[
-        Path, typer.Argument(metavar="RUNS", help="A folder of records, at any depth, or a records.jsonl.")
-    ],
-    out: Annotated[
-        Path | None, typer.Option("--output", "--out", metavar="DIR", help="Where to write [RUNS/report].")
-    ] = None,
-    published: Annotated[bool, typer.Option("--published", help="Put the paper's rows beside these.")] = False,
-    selected: Annotated[
-        bool, typer.Option("--selected", help="The epoch that was best on validation, not the last.")
-    ] = False,
-    validation: Annotated[
-        bool, typer.Option("--validation", help="Accuracies on the validation images, to choose settings by.")
-    ] = False,
+    runs: Annotated[Path, Argument(metavar="RUNS", help="A folder of records, at any depth, or a records.jsonl.")],
+    out: Annotated[Path | None, Option("--output", "--out", metavar="DIR", help="[RUNS/report]")] = None,
+    published: Annotated[bool, Option("--published", help="Add the paper's rows.")] = False,
+    selected: Annotated[bool, Option("--selected", help="The best epoch on validation, not the last.")] = False,
+    validation: Annotated[bool, Option("--validation", help="Validation accuracies, to choose settings by.")] = False,
     baseline: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ROW|FILE", help="Whose errors S is measured against [the suite's row, or the challenge's]."
-        ),
+        str | None, Option(metavar="ROW|FILE", help="The baseline of S [the suite's row, or the challenge's].")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -48,9 +36,7 @@ def report(
     from bitgraft.paper.report.write import usual_place, write_report
 
     if validation and published:
-        raise typer.BadParameter(
-            "--validation and --published do not go together: the paper's rows are test accuracies"
-        )
+        raise typer.BadParameter("--validation and --published exclude each other: the paper's are test accuracies")
     written = write_report(
         runs,
         out or usual_place(runs),
@@ -59,10 +45,8 @@ def report(
         validation=validation,
         baseline=baseline,
     )
-    if as_json:
-        show_json({"files": [str(file) for file in written.files], "tables": [t.plain() for t in written.tables]})
-    else:
-        typer.echo("\n\n".join(map(markdown, written.tables)))
-        typer.echo("\nWritten:\n" + "\n".join(f"  {file}" for file in written.files))
+    files = [str(file) for file in written.files]
+    data = {"files": files, "tables": [table.plain() for table in written.tables]}
+    show(as_json, data, *map(markdown, written.tables), "\n  ".join(["Written:", *files]))
     if not written.drawn:
-        typer.echo("There are no figures, for want of matplotlib: pip install matplotlib", err=True)
+        typer.echo("no figures were drawn, since matplotlib is not installed: pip install matplotlib", err=True)

@@ -1,86 +1,50 @@
 """`bitgraft score`: a submission to the Visual Decathlon, scored."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-from bitgraft.cli.output import show, show_json, table
+from bitgraft.cli.options import AsJson
+from bitgraft.cli.output import show, table
 
-if TYPE_CHECKING:
-    from bitgraft.paper.scores import Score
-
-TRY = """\b
-Try:
+TRY = """
   bitgraft score results.json --annotations decathlon/annotations
-  bitgraft score results.json --annotations decathlon/annotations --json
   bitgraft score results.json --annotations decathlon/annotations --baseline mine.toml"""
 
 
 def score(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The submission, a JSON file.")],
-    annotations: Annotated[Path, typer.Option(metavar="DIR", help="Where <domain>_test.json are, with labels.")],
-    baseline: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Baseline errors in TOML, in place of the challenge's own."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    file: Annotated[Path, Argument(metavar="FILE", help="The submission, a JSON file.")],
+    annotations: Annotated[Path, Option(metavar="DIR", help="The folder of <domain>_test.json, with labels.")],
+    baseline: Annotated[Path | None, Option(metavar="FILE", help="Baseline errors in TOML [the challenge's].")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Score a submission to the Visual Decathlon.
 
     Accuracy and S of each domain, and the total. S is 250 for the baseline and 1000 for no errors.
     """
-    from bitgraft.paper.scores import (
-        challenge_baselines,
-        read_baselines,
-        read_labels,
-        read_submission,
-        score_submission,
-    )
+    from bitgraft.paper import scores
 
-    baselines = challenge_baselines() if baseline is None else read_baselines(baseline)
-    scored = score_submission(read_submission(file), read_labels(annotations), baselines)
-    if as_json:
-        show_json(_plain(scored, baselines.source))
-    else:
-        _show(scored, baselines.source)
-
-
-def _plain(scored: "Score", source: str) -> dict[str, Any]:
-    return {
+    baselines = scores.challenge_baselines() if baseline is None else scores.read_baselines(baseline)
+    scored = scores.score_submission(scores.read_submission(file), scores.read_labels(annotations), baselines)
+    fields = ("domain", "images", "correct", "accuracy", "score")
+    data = {
         "domains": [
-            {
-                "domain": one.domain,
-                "images": one.images,
-                "correct": one.correct,
-                "accuracy": one.accuracy,
-                "baseline_error": one.baseline,
-                "score": one.score,
-            }
+            {field: getattr(one, field) for field in fields} | {"baseline_error": one.baseline}
             for one in scored.domains
         ],
         "mean_accuracy": scored.accuracy,
         "score": scored.total,
         "absent": list(scored.absent),
-        "baselines": source,
+        "baselines": baselines.source,
     }
-
-
-def _show(scored: "Score", source: str) -> None:
     rows = [
-        (
-            one.domain,
-            f"{one.images:,}",
-            f"{one.correct:,}",
-            f"{100 * one.accuracy:.2f}",
-            f"{100 - one.baseline:.2f}",
-            f"{one.score:.1f}",
-        )
-        for one in scored.domains
+        (d.domain, d.images, d.correct, f"{100 * d.accuracy:.2f}", f"{100 - d.baseline:.2f}", f"{d.score:.1f}")
+        for d in scored.domains
     ]
     images, correct = (sum(getattr(one, part) for one in scored.domains) for part in ("images", "correct"))
-    rows.append(("all", f"{images:,}", f"{correct:,}", f"{100 * scored.accuracy:.2f}", "", f"{scored.total:.1f}"))
-    told = f"Accuracies in per cent, the last one their mean over the domains; baselines: {source}."
+    rows.append(("all", images, correct, f"{100 * scored.accuracy:.2f}", "", f"{scored.total:.1f}"))
+    told = f"Accuracies in per cent, the last one their mean over the domains; baselines: {baselines.source}."
     if scored.absent:
-        told += f"\nS is over {len(scored.domains)} domains; not here: {', '.join(scored.absent)}."
-    show(table(["domain", "images>", "right>", "accuracy>", "baseline>", "S>"], rows), told)
+        told += f"\nS is over {len(scored.domains)} domains; missing: {', '.join(scored.absent)}."
+    show(as_json, data, table(["domain", "images>", "right>", "accuracy>", "baseline>", "S>"], rows), told)

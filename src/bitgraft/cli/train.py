@@ -1,175 +1,142 @@
 """`bitgraft train`: from a folder of images to a task file."""
 
+import json
 import shlex
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 
-from bitgraft.cli.names import STORE, AsJson, Pretrained, StoreFolder, Weights, Workers, asked_backbone
-from bitgraft.cli.settings import ClassWeights, Keep, Precision, Schedule, by_role, method_options, plain, settled, toml
+from bitgraft.cli import options as opt
+from bitgraft.cli.output import show
 
 if TYPE_CHECKING:
     from bitgraft.training.config import Config
 
-TRY = """\b
-Try:
+TRY = """
   bitgraft train photos --task flowers --backbone resnet50
-  bitgraft train photos --task flowers --size 64 --epochs 3 --rate k=3e-3
-  bitgraft train decathlon-1.0:gtsrb --task signs --preset decathlon --no-flip
+  bitgraft train decathlon-1.0:gtsrb --task signs --preset decathlon --no-flip --rate k=3e-3
   bitgraft train photos --task flowers --resume
   bitgraft train few-photos --task orchids --borrow flowers --borrow leaves
   bitgraft train photos signs --task flowers --task signs --method adapters-joint --backbone resnet50 --store joint
   bitgraft train --preset imagenet-to-sketch --weight-decay 1e-4 --show-config"""
-
-DATA = """FOLDER with train/ val/ test/ or class folders alone; DEVKIT:DOMAIN; torchvision:NAME; package:NAME."""
-SET = "Settings, in place of the preset's"
+DATA = "FOLDER with train/ val/ test/ or one subfolder per class; DEVKIT:DOMAIN; torchvision:NAME; package:NAME."
+BACKBONE = "timm's name, wrn-DEPTH-WIDTH, or package.module:function; once per store."
+BORROW = "Mix in this task's masks, which the new task then needs; repeatable."
+RATE = "Learning rate; roles: scores, k, k1, weights, norms, head; repeatable."
+Names = list[str] | None
+Count = int | None
 
 
 def train(
-    data: Annotated[list[str] | None, typer.Argument(metavar="DATA", help=DATA, show_default=False)] = None,
-    task: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="What to call the task; once for each DATA. Required.")
-    ] = None,
-    backbone: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="timm's name, wrn-DEPTH-WIDTH, or package.module:function; once per store."),
-    ] = None,
-    weights: Weights = None,
-    pretrained: Pretrained = True,
-    store: StoreFolder = STORE,
-    method: Annotated[str, typer.Option(metavar="NAME", help="See `bitgraft methods`.")] = "full",
-    option: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Of the method, as in k1=0; repeatable.")
-    ] = None,
-    borrow: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Mix in this task's masks, which are needed from then on; repeatable."),
-    ] = None,
-    start: Annotated[str | None, typer.Option(metavar="NAME", help="Begin as this task of the store is.")] = None,
-    preset: Annotated[str, typer.Option(metavar="NAME", help="quick, imagenet-to-sketch or decathlon.")] = "quick",
-    epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the data.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Images per step, over all processes.")] = None,
-    size: Annotated[int | None, typer.Option(min=1, help="Pixels of a square input [the backbone's own].")] = None,
-    resize: Annotated[int | None, typer.Option(min=1, help="Pixels of the shorter side before the crop.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of everything that is random.")] = None,
-    rate: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[ROLE=]VALUE", help="Learning rate; roles: scores, k, k1, weights, norms, head; repeatable."
-        ),
-    ] = None,
-    weight_decay: Annotated[list[str] | None, typer.Option(metavar="[ROLE=]VALUE", help="By role; repeatable.")] = None,
-    schedule: Annotated[Schedule | None, typer.Option(help="How rates fall.")] = None,
-    drop_after: Annotated[int | None, typer.Option(min=1, help="Epochs until the step schedule divides by 10.")] = None,
-    warmup: Annotated[float | None, typer.Option(min=0.0, help="Epochs over which rates rise.")] = None,
-    label_smoothing: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Of the targets.")] = None,
-    patience: Annotated[int | None, typer.Option(min=1, help="Stop after so many epochs without a better one.")] = None,
-    accumulate: Annotated[int | None, typer.Option(min=1, help="Run each batch in so many parts.")] = None,
-    class_weights: Annotated[ClassWeights | None, typer.Option(help="Rare classes count as much as others.")] = None,
-    keep: Annotated[Keep | None, typer.Option(help="Which epoch the task ends as.")] = None,
-    flip: Annotated[bool | None, typer.Option("--flip/--no-flip", help="Mirror images [as the data allow].")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Train a task of that name anew.")] = False,
-    skip_bad_images: Annotated[
-        bool, typer.Option("--skip-bad-images", help="Leave out files that cannot be read, and list them.")
-    ] = False,
-    workers: Workers = 0,
-    mixed_precision: Annotated[Precision, typer.Option(help="Of the computation; tasks stay float32.")] = Precision.no,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Curves in the run's folder.")] = False,
-    show_config: Annotated[bool, typer.Option("--show-config", help="Print the settings and leave.")] = False,
-    as_json: AsJson = False,
+    context: typer.Context,
+    data: Annotated[Names, Argument(metavar="DATA", help=DATA, show_default=False)] = None,
+    task: Annotated[Names, Option(metavar="NAME", help="What to call the task; once for each DATA. Required.")] = None,
+    backbone: Annotated[str | None, Option(metavar="NAME", help=BACKBONE)] = None,
+    weights: opt.Weights = None,
+    pretrained: opt.Pretrained = True,
+    store: opt.StoreFolder = opt.STORE,
+    method: Annotated[str, Option(metavar="NAME", help="See `bitgraft methods`.")] = "full",
+    option: opt.MethodOptions = None,
+    borrow: Annotated[Names, Option(metavar="NAME", help=BORROW)] = None,
+    start: Annotated[str | None, Option(metavar="NAME", help="Start from this task of the store.")] = None,
+    preset: Annotated[str, Option(metavar="NAME", help="quick, imagenet-to-sketch or decathlon.")] = "quick",
+    epochs: Annotated[Count, Option(min=1, help="Passes over the data.")] = None,
+    batch: opt.Batch = None,
+    size: opt.Size = None,
+    resize: opt.Resize = None,
+    seed: opt.Seed = None,
+    rate: Annotated[Names, Option(metavar="[ROLE=]VALUE", help=RATE)] = None,
+    weight_decay: Annotated[Names, Option(metavar="[ROLE=]VALUE", help="By role; repeatable.")] = None,
+    schedule: Annotated[Literal["step", "cosine", "constant"] | None, Option(help="How rates fall.")] = None,
+    drop_after: Annotated[Count, Option(min=1, help="Epochs until the step schedule divides rates by 10.")] = None,
+    warmup: Annotated[float | None, Option(min=0.0, help="Epochs over which rates rise.")] = None,
+    label_smoothing: Annotated[float | None, Option(min=0.0, max=1.0, help="Of the targets.")] = None,
+    patience: Annotated[Count, Option(min=1, help="Stop after so many epochs without a better one.")] = None,
+    accumulate: Annotated[Count, Option(min=1, help="Run each batch in so many parts.")] = None,
+    class_weights: Annotated[Literal["balanced"] | None, Option(help="Weigh rare classes as much as others.")] = None,
+    keep: Annotated[Literal["best", "last"] | None, Option(help="Which epoch to keep.")] = None,
+    flip: Annotated[bool | None, Option("--flip/--no-flip", help="Mirror images [as the data allow].")] = None,
+    resume: Annotated[bool, Option("--resume", help="Continue an interrupted run.")] = False,
+    overwrite: opt.Overwrite = False,
+    skip_bad_images: Annotated[bool, Option("--skip-bad-images", help="Skip and list unreadable files.")] = False,
+    workers: opt.Workers = 0,
+    mixed_precision: Annotated[Literal["no", "bf16", "fp16"], Option(help="Of the computation.")] = "no",
+    tensorboard: Annotated[bool, Option("--tensorboard", help="Write curves to the run's folder.")] = False,
+    show_config: Annotated[bool, Option("--show-config", help="Print the settings and exit.")] = False,
+    as_json: opt.AsJson = False,
 ) -> None:
-    """Train a task on labelled images, and write it to a store.
+    """Train a task on labelled images and write it to a store.
 
-    The store is begun with --backbone; after that it knows its own. Also under `accelerate launch` and `torchrun`.
-    Several data sets are trained together by a joint method, which makes a new backbone and begins a store with it.
+    --backbone starts a store, which remembers it. Works under `accelerate launch` and `torchrun`, too. Several data
+    sets are trained together by a joint method, which makes a new backbone and starts a store with it.
     """
-    changes: dict[str, Any] = {
-        "epochs": epochs,
-        "batch": batch,
-        "size": size,
-        "resize": resize,
-        "seed": seed,
-        "schedule": schedule,
-        "drop_after": drop_after,
-        "warmup": warmup,
-        "label_smoothing": label_smoothing,
-        "patience": patience,
-        "accumulate": accumulate,
-        "class_weights": class_weights,
-        "keep": keep,
-        "flip": flip,
-        "rates": by_role(rate, "--rate"),
-        "weight_decay": by_role(weight_decay, "--weight-decay"),
-    }
-    config = settled(preset, method, changes)
-    options = method_options(method, option, preset)
+    config = _config(context.params)
+    options = opt.method_options(method, option, preset)
     if show_config:
-        _show_config(preset, config, options, as_json)
+        values = {"preset": preset, **asdict(config), "options": options}
+        show(as_json, values, _toml(values))
         return
     if not data or not task:
-        raise typer.BadParameter("say what to train on and what to call it: bitgraft train DATA --task NAME")
-    _check_number(data, task, method)
-    _check_earlier(store, method, borrow, start)
+        raise typer.BadParameter("name the data and the task: bitgraft train DATA --task NAME")
+    _check(store, method, data, task, [*(borrow or ()), *([start] if start else ())])
 
     from bitgraft.cli import training
     from bitgraft.workflows.train_task import Request
 
-    chosen = asked_backbone(store, backbone, weights, pretrained, "begin it with --backbone NAME")
+    chosen = opt.asked_backbone(store, backbone, weights, pretrained, "start it with --backbone NAME")
+    how: dict[str, Any] = {"workers": workers, "resume": resume, "overwrite": overwrite, "skip_bad": skip_bad_images}
     requests = [
-        Request(
-            source,
-            name,
-            method,
-            config,
-            options,
-            workers,
-            resume,
-            overwrite,
-            skip_bad_images,
-            borrow=tuple(borrow or ()),
-            start=start,
-        )
+        Request(source, name, method, config, options, **how, borrow=tuple(borrow or ()), start=start)
         for source, name in zip(data, task, strict=True)
     ]
-    training.run(store, chosen, requests, mixed_precision.value, tensorboard, as_json, _resume_command())
+    again = shlex.join(["bitgraft", *(argument for argument in sys.argv[1:] if argument != "--resume"), "--resume"])
+    training.run(store, chosen, requests, mixed_precision, tensorboard, as_json, again)
 
 
-def _check_number(data: list[str], task: list[str], method: str) -> None:
+def _config(given: Mapping[str, Any]) -> "Config":
+    """The preset as it is for the method, with the options that were given; they have the settings' names."""
+    from bitgraft.errors import TrainingError
+    from bitgraft.training.config import Config, preset
+
+    changes = {f.name: given[f.name] for f in fields(Config) if given.get(f.name) is not None}
+    changes["rates"] = opt.by_role(given["rate"], "--rate")
+    changes["weight_decay"] = opt.by_role(given["weight_decay"], "--weight-decay")
+    try:
+        return preset(given["preset"], given["method"]).changed(**changes)
+    except TrainingError as fault:
+        raise typer.BadParameter(str(fault)) from fault
+
+
+def _check(store: str, method: str, data: list[str], task: list[str], earlier: list[str]) -> None:
     from bitgraft.methods import registry
+    from bitgraft.store import Store
+
+    def those_that(have: str) -> str:
+        return ", ".join(name for name in registry.method_names() if getattr(registry.get(name), have))
 
     if len(data) != len(task):
         raise typer.BadParameter(f"{len(data)} data sets came with {len(task)} names: give --task NAME once for each")
     if len(data) > 1 and not registry.get(method).joint:
-        joint = ", ".join(name for name in registry.method_names() if registry.get(name).joint)
         raise typer.BadParameter(
-            f"several data sets at once are for a joint method ({joint}): {method} trains each by a command of its own"
+            f"only a joint method ({those_that('joint')}) trains several data sets at once: for {method} give one "
+            "command for each"
         )
-
-
-def _check_earlier(store: str, method: str, borrow: list[str] | None, start: str | None) -> None:
-    from bitgraft.methods import registry
-    from bitgraft.store import Store
-
-    if not borrow and start is None:
-        return
-    if not registry.get(method).borrows:
-        able = ", ".join(name for name in registry.method_names() if registry.get(name).borrows)
-        raise typer.BadParameter(f"--borrow and --start take masks of earlier tasks: {able} does, {method} does not")
-    if not Store.exists(store):
+    if earlier and not registry.get(method).borrows:
+        raise typer.BadParameter(f"--borrow and --start work with method {those_that('borrows')}, not with {method}")
+    if earlier and not Store.exists(store):
         raise typer.BadParameter(f"there is no store at {store} yet, so there is no task to borrow or start from")
 
 
-def _show_config(preset: str, config: "Config", options: dict[str, Any], as_json: bool) -> None:
-    from bitgraft.cli.output import show_json
-
-    if as_json:
-        show_json({"preset": preset, **plain(config), "options": options})
-    else:
-        print(toml(preset, config, options))
-
-
-def _resume_command() -> str:
-    given = [argument for argument in sys.argv[1:] if argument != "--resume"]
-    return shlex.join(["bitgraft", *given, "--resume"])
+def _toml(values: Mapping[str, Any]) -> str:
+    """Tables come last; what is not set is a comment."""
+    lines = []
+    for name, value in sorted(values.items(), key=lambda item: isinstance(item[1], Mapping)):
+        if isinstance(value, Mapping):
+            lines.append(f"\n[{name}]\n{_toml(value)}")
+        else:
+            lines.append(f"# {name} is not set" if value is None else f"{name} = {json.dumps(value)}")
+    return "\n".join(lines)

@@ -1,1 +1,4 @@
-"""Every task of a store as an HTTP service: `bitgraft serve`. docs/serving.md says how it behaves."""
+"""Every task of a store over HTTP: `bitgraft serve`, in this process or on Ray. docs/serving.md says how it behaves.
+
+May import: workflows, sharing and everything below; not paper.
+"""

@@ -1,33 +1,18 @@
-"""Who runs next: bounded queues, one for each task, that take turns in one thread.
+"""Bounded queues, one per task, that take turns in one thread.
 
-A task's turn is a batch of what waits for it, so that a busy task costs the others one batch and no more. A batch is
-run when it is full or its first item has waited long enough.
+A task's turn is one batch, so a busy task delays the others by one batch at most. A batch runs when it is full or its
+first item has waited long enough.
 """
 
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from bitgraft.serving.refusals import busy, crowded
-
-Key = TypeVar("Key", bound=Hashable)
-Run = Callable[[Any, list[Any]], Sequence[Any]]
-"""(task, items) -> a result for each."""
-
-
-@dataclass(frozen=True)
-class Bounds:
-    batch: int
-    wait: float
-    """Seconds."""
-    queue: int
-    """Items waiting for one task."""
-    total: int
-    """Items waiting for any."""
+from bitgraft.serving.refusals import Refusal
 
 
 @dataclass
@@ -37,16 +22,19 @@ class _Item:
     since: float = field(default_factory=time.monotonic)
 
 
-class Scheduler(Generic[Key]):
-    """Items go in from any thread; `run` is called in one thread, with items of one key at a time."""
+class Scheduler:
+    """Items arrive from any thread; `run(task, items)` is called in one thread and gives a result for each item."""
 
-    def __init__(self, run: Run, bounds: Bounds) -> None:
-        self._run, self.bounds = run, bounds
-        self._queues: OrderedDict[Key, deque[_Item]] = OrderedDict()  # whose turn is next comes first
+    def __init__(
+        self, run: Callable[[Any, list[Any]], Sequence[Any]], *, batch: int, wait: float, queue: int, total: int
+    ) -> None:
+        """`wait` is in seconds; `queue` and `total` bound the items that wait for one task, and for all."""
+        self._run, self._batch, self._wait, self._queue, self._total = run, batch, wait, queue, total
+        self._queues: OrderedDict[Hashable, deque[_Item]] = OrderedDict()  # the next turn comes first
         self._changed = threading.Condition()
-        self._waiting = 0
-        self._pace = 0.05  # seconds for an item, smoothed
-        self._hurried = self._closing = False
+        self.waiting = 0
+        self._pace = 0.05  # seconds per item, smoothed
+        self._hurried = False
         self._thread = threading.Thread(target=self._work, name="bitgraft-scheduler", daemon=True)
 
     def start(self) -> None:
@@ -56,53 +44,38 @@ class Scheduler(Generic[Key]):
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    @property
-    def waiting(self) -> int:
-        return self._waiting
-
-    def depths(self) -> dict[Key, int]:
+    def submit(self, values: Mapping[Hashable, Sequence[Any]]) -> dict[Hashable, list["Future[Any]"]]:
+        """Queue the values of one or more tasks, or none of them if there is no room for all."""
+        items = {task: [_Item(value) for value in of_task] for task, of_task in values.items()}
         with self._changed:
-            return {key: len(queue) for key, queue in self._queues.items()}
-
-    def submit(self, key: Key, name: str, values: Sequence[Any]) -> list["Future[Any]"]:
-        """Queue all of the values or, where there is no room for them, none."""
-        items = [_Item(value) for value in values]
-        with self._changed:
-            queued = len(self._queues.get(key, ()))
-            if self._closing:
-                raise busy("the service is about to end: try another replica", 1)
-            if self._waiting + len(items) > self.bounds.total:
-                raise busy(f"{self._waiting} images are waiting already: come back later", self._waiting * self._pace)
-            if queued + len(items) > self.bounds.queue:
-                raise crowded(f"{queued} images are waiting for task {name!r} already", queued * self._pace)
-            self._queues.setdefault(key, deque()).extend(items)
-            self._waiting += len(items)
+            if self.waiting + sum(map(len, items.values())) > self._total:
+                raise Refusal(503, f"{self.waiting} images are already waiting: try later", self.waiting * self._pace)
+            for task, new in items.items():
+                queued = len(self._queues.get(task, ()))
+                if queued + len(new) > self._queue:
+                    sentence = f"{queued} images are already waiting for task '{task}': try later"
+                    raise Refusal(429, sentence, queued * self._pace)
+            for task, new in items.items():
+                self._queues.setdefault(task, deque()).extend(new)
+                self.waiting += len(new)
             self._changed.notify()
-        return [item.result for item in items]
+        return {task: [item.result for item in new] for task, new in items.items()}
 
     def hurry(self) -> None:
-        """Let no batch wait for more."""
+        """The service is about to end: let no batch wait for more items."""
         with self._changed:
             self._hurried = True
             self._changed.notify()
 
-    def close(self) -> None:
-        """Take nothing more, finish what waits."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        if self._thread.is_alive():
-            self._thread.join()
-
     def _work(self) -> None:
-        while (batch := self._next()) is not None:
-            key, items = batch
+        while True:
+            task, items = self._next()
             if not items:
-                continue  # all of them were taken back
+                continue  # all of them were cancelled
             began = time.monotonic()
             try:
-                results = self._run(key, [item.value for item in items])
-            except BaseException as problem:  # an item that fails must not end the thread that serves all others
+                results = self._run(task, [item.value for item in items])
+            except BaseException as problem:  # one bad item must not end the thread that serves all others
                 for item in items:
                     item.result.set_exception(problem)
             else:
@@ -110,28 +83,27 @@ class Scheduler(Generic[Key]):
                     item.result.set_result(result)
             self._pace += 0.1 * ((time.monotonic() - began) / len(items) - self._pace)
 
-    def _next(self) -> tuple[Key, list[_Item]] | None:
-        """The batch whose turn it is, as soon as there is one; None when all is done."""
+    def _next(self) -> tuple[Hashable, list[_Item]]:
+        """The next batch, as soon as there is one."""
         with self._changed:
             while True:
+                due = {task: self._due(queue) for task, queue in self._queues.items()}
                 now = time.monotonic()
-                for key, queue in self._queues.items():
-                    if self._closing or self._ripe(queue) <= now:
-                        return key, self._take(key, queue)
-                if self._closing:
-                    return None
-                ripens = min(map(self._ripe, self._queues.values()), default=None)
-                self._changed.wait(None if ripens is None else ripens - now)
+                for task, when in due.items():
+                    if when <= now:
+                        return task, self._take(task)
+                self._changed.wait(min(due.values()) - now if due else None)
 
-    def _ripe(self, queue: deque[_Item]) -> float:
-        """When a queue's next batch is to be run, at the latest."""
-        return 0.0 if self._hurried or len(queue) >= self.bounds.batch else queue[0].since + self.bounds.wait
+    def _due(self, queue: deque[_Item]) -> float:
+        """When a queue's next batch runs, at the latest."""
+        return 0.0 if self._hurried or len(queue) >= self._batch else queue[0].since + self._wait
 
-    def _take(self, key: Key, queue: deque[_Item]) -> list[_Item]:
-        items = [queue.popleft() for _ in range(min(self.bounds.batch, len(queue)))]
-        self._waiting -= len(items)
+    def _take(self, task: Hashable) -> list[_Item]:
+        queue = self._queues[task]
+        items = [queue.popleft() for _ in range(min(self._batch, len(queue)))]
+        self.waiting -= len(items)
         if queue:
-            self._queues.move_to_end(key)  # behind every other task that waits
+            self._queues.move_to_end(task)  # behind every other task that waits
         else:
-            del self._queues[key]
+            del self._queues[task]
         return [item for item in items if item.result.set_running_or_notify_cancel()]

@@ -1,6 +1,6 @@
-"""One process that loads the store and forks workers: they share the backbone's memory and one listening socket.
+"""One process that loads the store and forks workers, which share the backbone's memory and one listening socket.
 
-A worker that dies is started again at once, and what waits in the socket goes to the others meanwhile.
+A worker that dies is replaced at once; meanwhile the others answer what waits in the socket.
 """
 
 import asyncio
@@ -10,35 +10,38 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import uvicorn
 from PIL import Image
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bitgraft.errors import ServingError
+from bitgraft.serving.app import make_app
+from bitgraft.serving.engine import Engine
 from bitgraft.serving.library import Library
 from bitgraft.serving.metrics import forget_worker, share_folder
 from bitgraft.serving.settings import Settings
 from bitgraft.store import Store
 
 log = logging.getLogger("bitgraft.serving")
-EVERY_TASK = 1 << 30  # the budget of bytes decides, not a count
-STEADY = 10.0  # seconds after which a worker's start counts as a success
-SLOWEST = 10.0  # seconds between two starts of workers that die at once
 CONNECTIONS = 1000
+EVERY_TASK = 1 << 30  # the budget of bytes decides, not a count
+STEADY, PAUSE = 10.0, 1.0  # seconds; a worker that dies earlier than that is replaced after a pause
 
 
 def serve(settings: Settings) -> int:
-    """Run until SIGTERM or SIGINT; the exit code."""
+    """Run until SIGTERM or SIGINT; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(message)s")
     torch.set_num_threads(1)  # a process that has run several threads cannot be forked
     library = open_library(settings)
     listener = _listen(settings)
     with share_folder():
-        return _Supervisor(settings, library, listener).run()
+        _Supervisor(settings, library, listener).run()
+    return 0
 
 
 def open_library(settings: Settings) -> Library:
@@ -50,13 +53,10 @@ def open_library(settings: Settings) -> Library:
 
 def _listen(settings: Settings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((settings.host, settings.port))
+        listener = socket.create_server((settings.host, settings.port), family=family, backlog=1024)
     except (OSError, OverflowError) as cause:
         raise ServingError(f"cannot listen on {settings.host} port {settings.port}: {cause}") from cause
-    listener.listen(1024)
     listener.setblocking(False)
     return listener
 
@@ -65,34 +65,27 @@ class _Supervisor:
     def __init__(self, settings: Settings, library: Library, listener: socket.socket) -> None:
         self._settings, self._library, self._listener = settings, library, listener
         self._workers: dict[int, float] = {}  # when each was started
-        self._delay = 0.0
         self._ending = False
 
-    def run(self) -> int:
+    def run(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._end)
         gc.collect()
-        gc.freeze()  # a collection in a worker would write to every object, and end the sharing of their memory
+        gc.freeze()  # a collection in a worker would write to every object, and so copy their memory
         for _ in range(self._settings.workers):
             self._start()
         host, port = self._listener.getsockname()[:2]
         where = f"[{host}]" if ":" in host else host
         print(f"serving {len(self._library.tasks)} tasks on http://{where}:{port}/", flush=True)
-        self._mind()
-        return 0
-
-    def _mind(self) -> None:
-        """Wait for workers to end, and start others in their place until the service is to end."""
-        while self._workers:
+        while self._workers:  # one that ends is replaced, until the service ends
             process, status = os.wait()
             started = self._workers.pop(process, 0.0)
             forget_worker(process)
             if self._ending:
                 continue
-            log.error("worker %d ended with %d: another is started", process, os.waitstatus_to_exitcode(status))
-            lasted = time.monotonic() - started
-            self._delay = 0.0 if lasted > STEADY else min(SLOWEST, 2 * self._delay + 0.1)
-            time.sleep(self._delay)
+            log.error("worker %d ended with %d: starting another", process, os.waitstatus_to_exitcode(status))
+            if time.monotonic() - started < STEADY:
+                time.sleep(PAUSE)
             if not self._ending:
                 self._start()
 
@@ -107,24 +100,22 @@ class _Supervisor:
             os.kill(process, signal.SIGTERM)
 
     def _end(self, number: int, frame: Any) -> None:
-        """Let workers finish what they have accepted; nobody takes anything new."""
+        """Workers finish what they have accepted; nobody accepts anything new."""
         self._ending = True
         self._listener.close()
         for process in self._workers:
             os.kill(process, signal.SIGTERM)
 
 
-def _work(settings: Settings, library: Library, listener: socket.socket) -> None:
-    """A worker's life. It never returns into what the supervisor was doing."""
+def _work(settings: Settings, library: Library, listener: socket.socket) -> NoReturn:
+    """A worker's life, after the fork; it never returns to what the supervisor was doing."""
     code = 1
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         torch.set_num_threads(settings.threads_each)
-        asyncio.run(answer(settings, library, listener))
-        code = 0
-    except KeyboardInterrupt:
+        asyncio.run(_serve(settings, library, listener))
         code = 0
     except BaseException:
         log.exception("a worker failed")
@@ -134,25 +125,20 @@ def _work(settings: Settings, library: Library, listener: socket.socket) -> None
         os._exit(code)
 
 
-async def answer(settings: Settings, library: Library, listener: socket.socket) -> None:
-    """Serve in this process until a signal ends it."""
-    import uvicorn
-
-    from bitgraft.serving.app import make_app
-    from bitgraft.serving.engine import Engine
-    from bitgraft.serving.protocol import patient
-
+async def _serve(settings: Settings, library: Library, listener: socket.socket) -> None:
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
-            threading.Thread(target=engine.hurry).start()  # in a thread, since a signal may find this one with the lock
-            super().handle_exit(sig, frame)
+            engine.scheduler.hurry()  # what waits need not wait for more
+            super().handle_exit(signal.SIGTERM, frame)  # Ctrl-C comes along with it, and must not cut requests off
 
     engine = Engine(library, settings)
+    engine.start()
     config = uvicorn.Config(
         make_app(engine),
-        http=patient(settings.patience),
+        http=PatientProtocol,
+        timeout_keep_alive=settings.patience,  # type: ignore[arg-type]  # seconds, of which it says they are whole
         ws="none",
-        lifespan="on",
+        lifespan="off",
         access_log=False,
         log_config=None,
         server_header=False,
@@ -160,3 +146,20 @@ async def answer(settings: Settings, library: Library, listener: socket.socket) 
         timeout_graceful_shutdown=int(settings.grace),
     )
     await Server(config).serve(sockets=[listener])
+
+
+class PatientProtocol(H11Protocol):
+    """uvicorn stops the clock of a connection at the first byte; here it runs until a request's headers are complete.
+
+    A client therefore has `timeout_keep_alive` seconds for them, from the start of the connection or the last response.
+    """
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def data_received(self, data: bytes) -> None:
+        self.conn.receive_data(data)
+        self.handle_events()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._unset_keepalive_if_required()

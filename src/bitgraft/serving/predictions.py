@@ -1,0 +1,65 @@
+"""From an image to a task's answers, the same in the service and in `bitgraft predict`."""
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from bitgraft.backbone.tracing import logits
+from bitgraft.data.preprocessing import Preprocessing, evaluation_tensor
+from bitgraft.errors import DataError
+from bitgraft.network import Network
+from bitgraft.runtime.heads import stated_preprocessing
+from bitgraft.serving.refusals import Refusal
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # PIL decodes these itself; EPS, for one, runs another program
+
+
+def preprocessing_of(net: Network, task: str) -> Preprocessing:
+    own = task == net.original
+    stated = stated_preprocessing(net.backbone) if own else net.tasks[task].metadata.preprocessing
+    return Preprocessing.from_dict(stated)
+
+
+@torch.no_grad()
+def probabilities(net: Network, task: str, images: Tensor) -> Tensor:
+    """(N, classes), on the CPU."""
+    return logits(net(images, task=task)).float().softmax(1).cpu()
+
+
+def best(scores: Tensor, classes: Sequence[str] | None, top: int) -> list[dict[str, Any]]:
+    """The likeliest classes first, as {"class": name, "probability": number}."""
+    values, indices = scores.topk(min(top, len(scores)))
+    return [
+        {"class": classes[index] if classes else str(index), "probability": value}
+        for value, index in zip(values.tolist(), indices.tolist(), strict=True)
+    ]
+
+
+def decode(data: bytes, wanted: Sequence[Preprocessing], max_pixels: int, name: str = "the image") -> list[Tensor]:
+    """A client's image as each preprocessing makes it. Its header is checked before anything is decoded."""
+    _check_header(data, max_pixels, name)
+    try:
+        made = {preprocessing: evaluation_tensor(data, preprocessing) for preprocessing in dict.fromkeys(wanted)}
+    except DataError as problem:
+        reason = str(problem).removeprefix("cannot read the image: ")
+        raise Refusal(422, f"{name} cannot be decoded: {reason}") from problem
+    return [made[preprocessing] for preprocessing in wanted]
+
+
+def _check_header(data: bytes, max_pixels: int, name: str) -> None:
+    """Refuse what is not an image, or would take too much memory to decode."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as problem:
+        raise Refusal(413, f"{name} has more than {max_pixels} pixels: make it smaller") from problem
+    except UnidentifiedImageError as problem:
+        raise Refusal(415, f"{name} is not an image that can be read: send one of {', '.join(FORMATS)}") from problem
+    except Exception as problem:  # on damaged files PIL raises almost anything
+        raise Refusal(422, f"{name} is damaged: its header cannot be read") from problem
+    if width * height > max_pixels:
+        raise Refusal(413, f"{name} has {width} x {height} pixels, more than {max_pixels}: make it smaller")
