@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from records import record, write
 
 from bitgraft.cli import main as cli
-from bitgraft.paper.drawing import rendered
+from bitgraft.paper.figures import rendered
 from bitgraft.paper.report.figures import Box, Point, against_parameters, apart
-from bitgraft.paper.report.render import comma_separated, html, latex, markdown
+from bitgraft.paper.report.render import Cell, Line, Table, comma_separated, html, latex, markdown
 from bitgraft.paper.report.results import Stat
-from bitgraft.paper.report.table import Cell, Line, Table, figure, number
+from bitgraft.paper.report.tables import figure, number
 from bitgraft.paper.report.write import usual_place, write_report
 from bitgraft.paper.scores import domain_titles
 

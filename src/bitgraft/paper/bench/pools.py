@@ -10,18 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from bitgraft.errors import SuiteError
 from bitgraft.paper.bench.suite import Cell, Suite
 
 STOPPED = 3
+"""The exit code of a worker that was stopped and can be resumed."""
 RETRIES = 3
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where data lie, where records go, and what a run may use."""
+    """Where data are, where records go, and what a run may use."""
 
     root: Path
     runs: Path
@@ -40,15 +40,12 @@ Pool = Callable[[Suite, Sequence[Cell], Place], Iterator[Ended]]
 
 
 def job(suite: Suite, cell: Cell, place: Place) -> str:
-    return json.dumps({"suite": asdict(suite), **asdict(cell), **{k: _plain(v) for k, v in asdict(place).items()}})
-
-
-def _plain(value: Any) -> Any:
-    return str(value.resolve()) if isinstance(value, Path) else value
+    folders = {"root": str(place.root.resolve()), "runs": str(place.runs.resolve())}
+    return json.dumps({"suite": asdict(suite), **asdict(cell), **asdict(place), **folders})
 
 
 def work(line: str, started: Callable[[subprocess.Popen[str]], None] = lambda process: None) -> str | None:
-    """Make one run in a process of its own; the reason where it fails."""
+    """Make one run in a process of its own; returns why it failed, or None."""
     threads, said = str(json.loads(line)["threads"]), ""
     process = subprocess.Popen(
         [sys.executable, "-m", "bitgraft.paper.bench.worker"],
@@ -57,11 +54,11 @@ def work(line: str, started: Callable[[subprocess.Popen[str]], None] = lambda pr
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
-        start_new_session=True,  # Ctrl-C is the parent's affair; the worker stops when its input ends
+        start_new_session=True,  # Ctrl-C reaches the parent only; the worker stops when its input ends
     )
     assert process.stdin is not None
     assert process.stderr is not None
-    with contextlib.suppress(OSError), process:  # an OSError: gone before it was told anything
+    with contextlib.suppress(OSError), process:  # OSError: it ended before it was told anything
         started(process)
         process.stdin.write(line + "\n")
         process.stdin.flush()
@@ -78,28 +75,27 @@ def work(line: str, started: Callable[[subprocess.Popen[str]], None] = lambda pr
 
 
 class Local:
-    """So many runs at a time on this machine."""
+    """A number of runs at a time on this machine."""
 
     def __init__(self, jobs: int) -> None:
         self.jobs = jobs
 
     def __call__(self, suite: Suite, cells: Sequence[Cell], place: Place) -> Iterator[Ended]:
-        going: list[subprocess.Popen[str]] = []
+        processes: list[subprocess.Popen[str]] = []
         over = threading.Event()
 
         def make(cell: Cell) -> Ended:
-            return Ended(cell, "stopped" if over.is_set() else work(job(suite, cell, place), going.append))
+            return Ended(cell, "stopped" if over.is_set() else work(job(suite, cell, place), processes.append))
 
         with ThreadPoolExecutor(self.jobs) as pool:
             try:
-                futures = [pool.submit(make, cell) for cell in cells]
-                for future in as_completed(futures):
+                for future in as_completed([pool.submit(make, cell) for cell in cells]):
                     yield future.result()
             finally:
                 over.set()
-                for process in going:
+                for process in processes:
                     if process.poll() is None and process.stdin is not None:
-                        process.stdin.close()  # its sign to keep its state and go
+                        process.stdin.close()  # tells it to save its state and stop
 
 
 class Ray:

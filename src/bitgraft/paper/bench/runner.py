@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,45 +36,37 @@ def plan(suite: Suite, runs: Path) -> Board:
 
 
 def run(suite: Suite, place: Place, pool: Pool, watchers: Sequence[Watcher] = ()) -> Board:
-    """Make the runs that have no record yet; a run that fails does not hold up the others, but for the backbone's."""
+    """Make the runs without a record. A run that fails does not hold up the others, unless it trains the backbone."""
     board = plan(suite, place.runs)
     for watcher in watchers:
         watcher.changed(board)
-    first = [cell for cell in board.left if suite.leads(cell)]
-    _make(suite, first, place, pool, board, watchers)
-    if not board.failed:
-        _make(suite, list(board.left), place, pool, board, watchers)
+    for cells in ([cell for cell in board.left if suite.leads(cell)], [c for c in board.left if not suite.leads(c)]):
+        for ended in pool(suite, cells, place) if cells and not board.failed else ():
+            board.left.remove(ended.cell)
+            if ended.fault is None:
+                board.done.append(ended.cell)
+            else:
+                board.failed.append(ended)
+            for watcher in watchers:
+                watcher.changed(board)
     return board
 
 
-def _make(
-    suite: Suite, cells: Sequence[Cell], place: Place, pool: Pool, board: Board, watchers: Sequence[Watcher]
-) -> None:
-    for ended in pool(suite, cells, place) if cells else ():
-        board.left.remove(ended.cell)
-        if ended.fault is None:
-            board.done.append(ended.cell)
-        else:
-            board.failed.append(ended)
-        for watcher in watchers:
-            watcher.changed(board)
-
-
 def records(suite: Suite, runs: Path) -> list[dict[str, Any]]:
-    """Every record of the suite that there is."""
+    """All records of the suite so far."""
     paths = (record_path(runs, cell, name) for cell in suite.cells() for name in cell.datasets)
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
 def describe(suite: Suite, runs: Path) -> None:
-    """Tell `bitgraft report` in which order the table's rows and columns come, and what S is measured against."""
+    """Write the order and titles of the table's rows and columns for `bitgraft report`."""
     about = report.Suite(
         suite.name,
+        suite.title or suite.name,
         suite.form,
-        suite.title,
-        rows={row.row: row.title or row.row for row in suite.rows},
-        datasets={dataset.name: dataset.title or dataset.name for dataset in suite.datasets},
-        baseline=suite.baseline,
+        suite.baseline,
+        tuple(report.RowTitle(row.row, row.title or row.row) for row in suite.rows),
+        tuple(report.DatasetTitle(dataset.name, dataset.title or dataset.name) for dataset in suite.datasets),
     )
     runs.mkdir(parents=True, exist_ok=True)
-    write_atomically(runs / report.SUITE, (json.dumps(about.plain(), indent=1) + "\n").encode())
+    write_atomically(runs / report.SUITE, (json.dumps(asdict(about), indent=1) + "\n").encode())

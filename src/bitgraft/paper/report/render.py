@@ -1,25 +1,29 @@
-"""Tables set in Markdown, LaTeX, CSV and HTML."""
+"""A table, and the same in Markdown, LaTeX, CSV and HTML."""
 
 import csv
 import io
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any, Literal
 
-from bitgraft.paper.report.table import Cell, Line, Table
-
-LATEX = {
-    "\\": r"\textbackslash{}",
-    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "±": r"$\pm$",
-    "↓": r"$\downarrow$",
-    "↑": r"$\uparrow$",
-    "✓": r"\ding{51}",
-    "×": r"$\times$",
-    "–": "--",
-}
+DASH = "–"
+MARKDOWN = str.maketrans({sign: f"\\{sign}" for sign in "\\|*_<>`[]"})
+LATEX = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "±": r"$\pm$",
+        "↓": r"$\downarrow$",
+        "↑": r"$\uparrow$",
+        "✓": r"\ding{51}",
+        "×": r"$\times$",
+        "–": "--",
+    }
+)
 STYLE = """\
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 88rem; padding: 0 1rem; color: #1b1b1b;
   background: #fff }
@@ -32,29 +36,73 @@ tbody th { font-weight: 400 } small, .notes { color: #555; font-size: .85rem }
 .notes { margin: .4rem 0 0; padding-left: 1.2rem }"""
 
 
+@dataclass(frozen=True)
+class Cell:
+    text: str
+    value: float | None = None
+    sd: float | None = None
+    n: int | None = None
+    spread: str = ""
+    """Set after the number: its spread, and the number of seeds where that differs within the table."""
+    mark: Literal["best", "second"] | None = None
+
+    def marked(self, text: str, best: str, second: str) -> str:
+        """The text in the given format's best or second, where `%s` stands for it."""
+        return (best if self.mark == "best" else second if self.mark == "second" else "%s") % text
+
+    def plain(self) -> dict[str, Any]:
+        text = self.text + self.spread
+        return {"text": text, "value": self.value, "sd": self.sd, "n": self.n, "mark": self.mark}
+
+
+@dataclass(frozen=True)
+class Line:
+    title: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    name: str
+    caption: str
+    corner: str
+    """The heading of the first column."""
+    headings: tuple[str, ...]
+    lines: tuple[Line, ...]
+    notes: tuple[str, ...] = ()
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        rows = [{"title": line.title, "cells": [cell.plain() for cell in line.cells]} for line in self.lines]
+        about = {"name": self.name, "caption": self.caption, "headings": self.headings}
+        return {**about, "rows": rows, "notes": self.notes}
+
+
 def markdown(table: Table) -> str:
-    """Padded, so that it reads well as it is."""
+    """Padded, so that it can be read as it is."""
     heads = [_md(name) for name in (table.corner, *table.headings)]
     rows = [[_md(line.title), *map(_md_cell, line.cells)] for line in table.lines]
     widths = [max(3, *map(len, column)) for column in zip(heads, *rows, strict=True)]
-    rule = [f":{'-' * (width - 1)}" if place == 0 else f"{'-' * (width - 1)}:" for place, width in enumerate(widths)]
-    lines = [f"**{_md(table.caption)}**", "", *(_bar(row, widths) for row in [heads, rule, *rows])]
+    rule = [f":{'-' * (widths[0] - 1)}", *(f"{'-' * (width - 1)}:" for width in widths[1:])]
+    lines = [f"**{_md(table.caption)}**", "", *(_padded(row, widths) for row in [heads, rule, *rows])]
     return "\n".join([*lines, *(["", *(f"- {_md(note)}" for note in table.notes)] if table.notes else [])])
 
 
 def latex(table: Table) -> str:
-    """Needs the package pifont where something is learned, as the paper does."""
+    """Needs the package pifont for check marks."""
+    caption = ". ".join([table.caption, *(note.rstrip(".") for note in table.notes)]) + "."
+    rows = [[_tex(line.title), *map(_tex_cell, line.cells)] for line in table.lines]
     return "\n".join(
         [
             r"\begin{table}[t]",
             r"\centering",
-            rf"\caption{{{_tex('. '.join([table.caption, *(note.rstrip('.') for note in table.notes)]))}.}}",
+            rf"\caption{{{_tex(caption)}}}",
             rf"\label{{tab:{table.name}}}",
             rf"\begin{{tabular}}{{l{'r' * len(table.headings)}}}",
             r"\hline",
             " & ".join(map(_tex, [table.corner, *table.headings])) + r" \\",
             r"\hline",
-            *(" & ".join([_tex(line.title), *map(_tex_cell, line.cells)]) + r" \\" for line in table.lines),
+            *(" & ".join(row) + r" \\" for row in rows),
             r"\hline",
             r"\end{tabular}",
             r"\end{table}",
@@ -63,28 +111,43 @@ def latex(table: Table) -> str:
 
 
 def comma_separated(table: Table) -> str:
-    """Numbers without marks; spread and number of seeds in columns of their own, where there is any spread."""
-    spread = [any(line.cells[i].sd is not None for line in table.lines) for i in range(len(table.headings))]
+    """Numbers without marks; columns for spread and number of seeds where there is any spread."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    heads = [[name, *[f"{name} sd", f"{name} n"] * wide] for name, wide in zip(table.headings, spread, strict=True)]
-    writer.writerow([table.corner, *(name for some in heads for name in some)])
-    for line in table.lines:
-        writer.writerow(
-            [line.title, *(value for cell, w in zip(line.cells, spread, strict=True) for value in _csv(cell, w))]
-        )
+    columns = [(table.corner, [line.title for line in table.lines])]
+    for place, name in enumerate(table.headings):
+        cells = [line.cells[place] for line in table.lines]
+        columns.append((name, [cell.text for cell in cells]))
+        if any(cell.sd is not None for cell in cells):
+            columns.append((f"{name} sd", [_rounded(cell) for cell in cells]))
+            columns.append((f"{name} n", ["" if cell.n is None else str(cell.n) for cell in cells]))
+    writer.writerow([name for name, _ in columns])
+    writer.writerows(zip(*(values for _, values in columns), strict=True))
     return out.getvalue()
+
+
+def _rounded(cell: Cell) -> str:
+    """The standard deviation to as many decimals as the mean."""
+    return "" if cell.sd is None else f"{cell.sd:.{len(cell.text.partition('.')[2])}f}"
 
 
 def html(table: Table) -> str:
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in [table.corner, *table.headings])
-    body = "\n".join(_html_line(line) for line in table.lines)
+    rows = [
+        f'<tr><th scope="row">{escape(line.title)}</th>{"".join(map(_html_cell, line.cells))}</tr>'
+        for line in table.lines
+    ]
     notes = "".join(f"<li>{escape(note)}</li>" for note in table.notes)
-    return (
-        f'<div class="table"><table id="{escape(table.name)}">\n<caption>{escape(table.caption)}</caption>\n'
-        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>\n"
-        + (f'<ul class="notes">{notes}</ul>' if notes else "")
-        + "</div>"
+    return "\n".join(
+        [
+            f'<div class="table"><table id="{escape(table.name)}">',
+            f"<caption>{escape(table.caption)}</caption>",
+            f"<thead><tr>{head}</tr></thead>",
+            "<tbody>",
+            *rows,
+            "</tbody></table>",
+            (f'<ul class="notes">{notes}</ul>' if notes else "") + "</div>",
+        ]
     )
 
 
@@ -93,67 +156,53 @@ def markdown_page(title: str, tables: Iterable[Table], figures: Iterable[tuple[P
     return "\n\n".join([f"# {_md(title)}", *map(markdown, tables), *shown, _md(origin)]) + "\n"
 
 
+def latex_page(tables: Iterable[Table]) -> str:
+    return "% \\usepackage{pifont} for \\ding; \\input this file\n" + "\n\n".join(map(latex, tables)) + "\n"
+
+
 def html_page(title: str, tables: Iterable[Table], figures: Iterable[tuple[Path, str]], origin: str) -> str:
     shown = [
         f"<figure><figcaption>{escape(caption)}</figcaption>"
         f'<img src="{escape(file.name)}" alt="{escape(caption)}"></figure>'
         for file, caption in figures
     ]
+    return document(title, STYLE, [*map(html, tables), *shown, f'<p class="notes">{escape(origin)}</p>'])
+
+
+def document(title: str, style: str, parts: Iterable[str]) -> str:
+    """A page from parts that are HTML."""
     return "\n".join(
         [
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title><style>\n{STYLE}\n</style></head><body>\n<h1>{escape(title)}</h1>",
-            *map(html, tables),
-            *shown,
-            f'<p class="notes">{escape(origin)}</p>',
+            f"<title>{escape(title)}</title><style>\n{style}\n</style></head><body>\n<h1>{escape(title)}</h1>",
+            *parts,
             "</body></html>\n",
         ]
     )
 
 
-def latex_page(tables: Iterable[Table]) -> str:
-    return "% \\usepackage{pifont} for \\ding; \\input this file\n" + "\n\n".join(map(latex, tables)) + "\n"
-
-
 def _md(text: str) -> str:
-    for sign in "\\|*_<>`[]":
-        text = text.replace(sign, f"\\{sign}")
-    return text
-
-
-def _bar(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *rest = zip(cells, widths, strict=True)
-    return "| " + " | ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]) + " |"
-
-
-def _md_cell(cell: Cell) -> str:
-    text = _md(cell.text)
-    marked = {"best": f"**{text}**", "second": f"<u>{text}</u>", None: text}[cell.mark]
-    return marked + cell.spread
+    return text.translate(MARKDOWN)
 
 
 def _tex(text: str) -> str:
-    return "".join(LATEX.get(sign, sign) for sign in text)
+    return text.translate(LATEX)
+
+
+def _padded(cells: Sequence[str], widths: Sequence[int]) -> str:
+    rest = (cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True))
+    return "| " + " | ".join([cells[0].ljust(widths[0]), *rest]) + " |"
+
+
+def _md_cell(cell: Cell) -> str:
+    return cell.marked(_md(cell.text), "**%s**", "<u>%s</u>") + cell.spread
 
 
 def _tex_cell(cell: Cell) -> str:
-    text = _tex(cell.text)
-    marked = {"best": rf"\textbf{{{text}}}", "second": rf"\underline{{{text}}}", None: text}[cell.mark]
-    return marked + _tex(cell.spread)
-
-
-def _csv(cell: Cell, wide: bool) -> list[str]:
-    sd = "" if cell.sd is None else f"{cell.sd:.{len(cell.text.partition('.')[2])}f}"
-    return [cell.text, *([sd, "" if cell.n is None else str(cell.n)] if wide else [])]
-
-
-def _html_line(line: Line) -> str:
-    cells = "".join(f"<td>{_html_cell(cell)}</td>" for cell in line.cells)
-    return f'<tr><th scope="row">{escape(line.title)}</th>{cells}</tr>'
+    return cell.marked(_tex(cell.text), r"\textbf{%s}", r"\underline{%s}") + _tex(cell.spread)
 
 
 def _html_cell(cell: Cell) -> str:
-    text = escape(cell.text)
-    marked = {"best": f"<b>{text}</b>", "second": f"<u>{text}</u>", None: text}[cell.mark]
-    return marked + (f"<small>{escape(cell.spread)}</small>" if cell.spread else "")
+    spread = f"<small>{escape(cell.spread)}</small>" if cell.spread else ""
+    return f"<td>{cell.marked(escape(cell.text), '<b>%s</b>', '<u>%s</u>')}{spread}</td>"
