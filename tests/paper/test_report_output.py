@@ -18,9 +18,9 @@ from records import record, write
 from bitgraft.cli import main as cli
 from bitgraft.paper.figures import rendered
 from bitgraft.paper.report.figures import Box, Point, against_parameters, apart
-from bitgraft.paper.report.render import Cell, Line, Table, comma_separated, html, latex, markdown
+from bitgraft.paper.report.render import Cell, Line, Table, comma_separated, from_template, latex, markdown
 from bitgraft.paper.report.results import Stat
-from bitgraft.paper.report.tables import figure, number
+from bitgraft.paper.report.tables import number
 from bitgraft.paper.report.write import usual_place, write_report
 from bitgraft.paper.scores import domain_titles
 
@@ -42,7 +42,7 @@ def table(title: str = "Full", heading: str = "GTSR") -> Table:
         corner="Method",
         headings=("Params", heading),
         lines=(
-            Line(title, (figure(1.171, 2), Cell(best.text, best.value, best.sd, best.n, best.spread, "best"))),
+            Line(title, (number(1.171, 2), Cell(best.text, best.value, best.sd, best.n, best.spread, "best"))),
             Line("Simple", (Cell("–"), Cell("79.0", 79.0, None, 1, "", "second"))),
         ),
         notes=("a note.",),
@@ -133,7 +133,7 @@ class Reader(HTMLParser):
 
 def test_html() -> None:
     reader = Reader()
-    reader.feed(html(table()))
+    reader.feed(from_template("report.html", title="title", tables=[table()], figures={}, origin="origin"))
     assert reader.open == []
     assert reader.cells == ["Method", "Params", "GTSR", "Full", "1.17", "80.0 ± 1.3", "Simple", "–", "79.0"]
     assert {"b", "u", "caption", "ul"} <= reader.seen
@@ -142,7 +142,7 @@ def test_html() -> None:
 def test_names_cannot_break_a_format() -> None:
     odd = table(title=NASTY, heading=NASTY)
     reader = Reader()
-    reader.feed(html(odd))
+    reader.feed(from_template("report.html", title=NASTY, tables=[odd], figures={NASTY: NASTY}, origin=NASTY))
     assert reader.cells.count(NASTY) == 2
     assert "script" not in reader.seen
     bars = [line for line in markdown(odd).splitlines() if line.startswith("|")]

@@ -27,14 +27,14 @@ class Point:
     paper: bool = False
 
 
-def by_method(results: Results, label: str) -> "Figure":
+def by_method(results: Results) -> "Figure":
     """One line per method, one marker per data set, a bar at the mean; rows without any result are left out."""
     shown = [row for row in results.rows if any(results.accuracies(row, name) for name in results.datasets)]
-    panel = partial(_draw_methods, results=results, shown=shown, label=label)
+    panel = partial(_draw_methods, results=results, shown=shown)
     return draw([[panel]], _wrapped(results.name), size=(8, 1.6 + 0.38 * len(shown)))
 
 
-def _draw_methods(axes: "Axes", results: Results, shown: Sequence[str], label: str) -> None:
+def _draw_methods(axes: "Axes", results: Results, shown: Sequence[str]) -> None:
     columns = {name: [results.cell(row, name, accuracy) for row in shown] for name in results.datasets}
     tried = [name for name, cells in columns.items() if any(cells)]
     for number, name in enumerate(tried):
@@ -56,7 +56,7 @@ def _draw_methods(axes: "Axes", results: Results, shown: Sequence[str], label: s
         axes.scatter(x, y, marker="|", s=220, color="black", label="mean")
     axes.set_yticks(range(len(shown)), [results.rows[row] for row in shown])
     axes.set_ylim(len(shown) - 0.5, -0.5)
-    axes.set_xlabel(label)
+    axes.set_xlabel(f"{'validation' if results.validation else 'test'} accuracy, %")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 

@@ -85,6 +85,21 @@ class Record:
                 raise ValueError(f"{name} is {value}")
 
     @property
+    def ms_per_image(self) -> float | None:
+        return self._per_image(self.seconds)
+
+    @property
+    def processor_ms_per_image(self) -> float | None:
+        return self._per_image(self.processor_seconds)
+
+    def _per_image(self, seconds: float | None) -> float | None:
+        return 1000 * seconds / self.train_images_seen if seconds is not None and self.train_images_seen else None
+
+    @property
+    def peak_megabytes(self) -> float | None:
+        return None if self.peak_memory is None else self.peak_memory / 1e6
+
+    @property
     def key(self) -> tuple[str, str, str, str, int]:
         return self.suite, self.backbone, self.row, self.dataset, self.seed
 
@@ -166,27 +181,21 @@ def _built(kind: type[T], content: Mapping[str, Any], where: str, what: str) -> 
 def _contents(source: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Where records (or suites) are, and what they hold. Next to record.json files, a records.jsonl is a copy."""
     if not source.exists():
-        raise DataError(
-            f"there is no folder or file {source}; give the folder that `bitgraft bench` wrote its records to"
-        )
-    if holds_record_files(source):
-        for file in sorted(source.rglob(name)):
-            yield str(file), _parsed(_read(file), str(file))
-        return
-    for file in [source] if source.is_file() else sorted(source.rglob(LINES)):
-        for number, line in enumerate(_read(file).splitlines(), 1):
-            if line.strip():
-                where = f"{file}, line {number}"
-                content = _parsed(line, where)
-                if ("row" in content) == (name == RECORD):
-                    yield where, content
-
-
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as problem:
-        raise DataError(f"cannot read {file}: {problem.strerror}") from problem
+        raise DataError(f"there is no folder or file {source}; give the folder with the records of `bitgraft bench`")
+    pattern = name if holds_record_files(source) else LINES
+    for file in [source] if source.is_file() else sorted(source.rglob(pattern)):
+        try:
+            text = file.read_bytes()
+        except OSError as problem:
+            raise DataError(f"cannot read {file}: {problem.strerror}") from problem
+        if file.name == name:
+            yield str(file), _parsed(text, str(file))
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            where = f"{file}, line {number}"
+            content = _parsed(line, where) if line.strip() else {}
+            if content and ("row" in content) == (name == RECORD):
+                yield where, content
 
 
 def _parsed(text: bytes, where: str) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
-from pathlib import Path
 from typing import Any, Literal
 
+from jinja2 import Environment, PackageLoader
+
+Mark = Literal["best", "second"]
 DASH = "–"
 MARKDOWN = str.maketrans({sign: f"\\{sign}" for sign in "\\|*_<>`[]"})
 LATEX = str.maketrans(
@@ -24,16 +25,6 @@ LATEX = str.maketrans(
         "–": "--",
     }
 )
-STYLE = """\
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 88rem; padding: 0 1rem; color: #1b1b1b;
-  background: #fff }
-h1 { font-size: 1.5rem } figure { margin: 2rem 0 } img { max-width: 100%; height: auto }
-.table { overflow-x: auto; margin: 2rem 0 } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-caption, figcaption { text-align: left; font-weight: 600; padding-bottom: .5rem }
-th, td { padding: .25rem .5rem; text-align: right; white-space: nowrap } th:first-child { text-align: left }
-thead th { border-top: 2px solid; border-bottom: 1px solid } tbody tr:last-child > * { border-bottom: 2px solid }
-tbody th { font-weight: 400 } small, .notes { color: #555; font-size: .85rem }
-.notes { margin: .4rem 0 0; padding-left: 1.2rem }"""
 
 
 @dataclass(frozen=True)
@@ -44,7 +35,7 @@ class Cell:
     n: int | None = None
     spread: str = ""
     """Set after the number: its spread, and the number of seeds where that differs within the table."""
-    mark: Literal["best", "second"] | None = None
+    mark: Mark | None = None
 
     def marked(self, text: str, best: str, second: str) -> str:
         """The text in the given format's best or second, where `%s` stands for it."""
@@ -131,28 +122,8 @@ def _rounded(cell: Cell) -> str:
     return "" if cell.sd is None else f"{cell.sd:.{len(cell.text.partition('.')[2])}f}"
 
 
-def html(table: Table) -> str:
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in [table.corner, *table.headings])
-    rows = [
-        f'<tr><th scope="row">{escape(line.title)}</th>{"".join(map(_html_cell, line.cells))}</tr>'
-        for line in table.lines
-    ]
-    notes = "".join(f"<li>{escape(note)}</li>" for note in table.notes)
-    return "\n".join(
-        [
-            f'<div class="table"><table id="{escape(table.name)}">',
-            f"<caption>{escape(table.caption)}</caption>",
-            f"<thead><tr>{head}</tr></thead>",
-            "<tbody>",
-            *rows,
-            "</tbody></table>",
-            (f'<ul class="notes">{notes}</ul>' if notes else "") + "</div>",
-        ]
-    )
-
-
-def markdown_page(title: str, tables: Iterable[Table], figures: Iterable[tuple[Path, str]], origin: str) -> str:
-    shown = [f"![{_md(caption)}]({file.name})" for file, caption in figures]
+def markdown_page(title: str, tables: Iterable[Table], figures: Mapping[str, str], origin: str) -> str:
+    shown = [f"![{_md(caption)}]({file})" for file, caption in figures.items()]
     return "\n\n".join([f"# {_md(title)}", *map(markdown, tables), *shown, _md(origin)]) + "\n"
 
 
@@ -160,26 +131,11 @@ def latex_page(tables: Iterable[Table]) -> str:
     return "% \\usepackage{pifont} for \\ding; \\input this file\n" + "\n\n".join(map(latex, tables)) + "\n"
 
 
-def html_page(title: str, tables: Iterable[Table], figures: Iterable[tuple[Path, str]], origin: str) -> str:
-    shown = [
-        f"<figure><figcaption>{escape(caption)}</figcaption>"
-        f'<img src="{escape(file.name)}" alt="{escape(caption)}"></figure>'
-        for file, caption in figures
-    ]
-    return document(title, STYLE, [*map(html, tables), *shown, f'<p class="notes">{escape(origin)}</p>'])
-
-
-def document(title: str, style: str, parts: Iterable[str]) -> str:
-    """A page from parts that are HTML."""
-    return "\n".join(
-        [
-            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title><style>\n{style}\n</style></head><body>\n<h1>{escape(title)}</h1>",
-            *parts,
-            "</body></html>\n",
-        ]
-    )
+def from_template(name: str, **values: Any) -> str:
+    """An HTML page from `paper/templates`; what is put in is escaped."""
+    loader = PackageLoader("bitgraft.paper", "templates")
+    templates = Environment(loader=loader, autoescape=True, trim_blocks=True, keep_trailing_newline=True)
+    return templates.get_template(name).render(values)
 
 
 def _md(text: str) -> str:
@@ -201,8 +157,3 @@ def _md_cell(cell: Cell) -> str:
 
 def _tex_cell(cell: Cell) -> str:
     return cell.marked(_tex(cell.text), r"\textbf{%s}", r"\underline{%s}") + _tex(cell.spread)
-
-
-def _html_cell(cell: Cell) -> str:
-    spread = f"<small>{escape(cell.spread)}</small>" if cell.spread else ""
-    return f"<td>{cell.marked(escape(cell.text), '<b>%s</b>', '<u>%s</u>')}{spread}</td>"

@@ -85,6 +85,12 @@ class Results:
             return None
         return 1 + sum(statistics.fmean(run.bits / run.backbone_bits for run in some) for some in runs)
 
+    @property
+    def seed_counts(self) -> set[int]:
+        """How many seeds the cells have; those that only repeat the backbone's accuracy do not count."""
+        places = [(row, name) for row in self.rows for name in self.datasets if not self.inherits(row, name)]
+        return {len(self.accuracies(row, name)) for row, name in places} - {0}
+
     def method(self, row: str) -> str | None:
         return next((run.method for run in self.of(row)), None)
 

@@ -3,19 +3,23 @@
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bitgraft.errors import BitgraftError, DataError
-from bitgraft.paper.report.published import PublishedRow, PublishedTable, published_table
-from bitgraft.paper.report.records import Record
-from bitgraft.paper.report.render import DASH, Cell, Line, Table
+from bitgraft.paper.report.published import PublishedRow, published_table
+from bitgraft.paper.report.render import DASH, Cell, Line, Mark, Table
 from bitgraft.paper.report.results import Combine, Measure, Results, Stat, accuracy
-from bitgraft.paper.report.wording import caption, cost_notes, mixed_seeds, notes
+from bitgraft.paper.report.wording import caption, cost_notes, notes
 from bitgraft.paper.scores import Baselines, challenge_baselines, decathlon_score, domain_titles, read_baselines
 
 LEARNED = "✓ is learned; k0 = 1 holds where a norm undoes the scale, elsewhere it is learned."
+QUANTITIES = (
+    ("ms per training image", "relative time", "ms_per_image", 2),
+    ("processor ms", "relative processor time", "processor_ms_per_image", 2),
+    ("peak memory, MB", "relative memory", "peak_megabytes", 0),
+)
+"""Headings of a cost and of its ratio to fine-tuning, the record's attribute, and decimals."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +48,16 @@ def tables(results: Results, published: bool = False, baseline: str | None = Non
 def accuracy_table(results: Results, published: bool = False) -> Table:
     """The ImageNet-to-Sketch form: data sets down, methods across, the parameters last."""
     columns = [*_by_dataset(results, accuracy, 1), _params(results, "# Params")]
-    table = _table(results, "accuracy", columns, _paper("accuracy", results, published))
+    table = _table(results, "accuracy", columns, "accuracy" if published else None)
     cells = zip(*(line.cells for line in table.lines), strict=True)
-    lines = [Line(heading, column) for heading, column in zip(table.headings, cells, strict=True)]
-    return replace(table, corner="Dataset", headings=tuple(line.title for line in table.lines), lines=tuple(lines))
+    lines = tuple(Line(heading, column) for heading, column in zip(table.headings, cells, strict=True))
+    return replace(table, corner="Dataset", headings=tuple(line.title for line in table.lines), lines=lines)
 
 
 def decathlon_table(results: Results, published: bool = False) -> Table:
     """Accuracies of each domain and their mean."""
-    whole = _whole(results, "Mean", accuracy, statistics.fmean, 1)
-    columns = [_params(results, "Params"), *_by_dataset(results, accuracy, 1), whole]
-    return _table(results, "accuracies", columns, _paper("decathlon", results, published))
+    columns = [_params(results, "Params"), *_by_dataset(results, accuracy, 1, "Mean", statistics.fmean)]
+    return _table(results, "accuracies", columns, "decathlon" if published else None)
 
 
 def score_table(results: Results, baselines: Baselines, published: bool = False) -> Table:
@@ -66,10 +69,9 @@ def score_table(results: Results, baselines: Baselines, published: bool = False)
             f" The total is over {len(results.datasets)} data sets, of the decathlon's 10 domains {len(here)}: not to "
             "be compared with totals over all ten."
         )
-    measure = score_measure(baselines)
-    whole = _whole(results, "Score", measure, sum, 0)
-    columns = [_params(results, "Params"), *_by_dataset(results, measure, 0), whole]
-    return _table(results, "scores", columns, _paper("scores", results, published), "decathlon score S", (note,))
+    columns = [_params(results, "Params"), *_by_dataset(results, score_measure(baselines), 0, "Score", sum)]
+    table = _table(results, "scores", columns, "scores" if published else None)
+    return replace(table, caption=caption(results, "decathlon score S"), notes=(note, *table.notes))
 
 
 def score_measure(baselines: Baselines) -> Measure:
@@ -78,36 +80,28 @@ def score_measure(baselines: Baselines) -> Measure:
 
 def ablation_table(results: Results, published: bool = False) -> Table:
     """k0 to k3 of each row (a constant, or learned), then its accuracies."""
-    columns = [*(_k_column(results, i) for i in range(4)), *_by_dataset(results, accuracy, 1)]
-    table = _table(results, "ablation", columns, _paper("ablation", results, published))
+    columns = [*(_k(results, i) for i in range(4)), *_by_dataset(results, accuracy, 1)]
+    table = _table(results, "ablation", columns, "ablation" if published else None)
     return replace(table, notes=(LEARNED, *table.notes))
 
 
 def cost_table(results: Results) -> Table:
     """Time for each training image and peak memory, also relative to fine-tuning on the same data sets."""
     base = next((row for row in results.rows if results.method(row) == "finetune"), None)
-    every = [run for row in results.rows for run in results.of(row)]
     columns: list[Column] = []
-    for heading, ratio, decimals, quantity in QUANTITIES:
-        if any(quantity(run) is not None for run in every):
-            columns.append(Column(heading, partial(_mean_cost, results, quantity, decimals)))
-            columns.append(Column(ratio, partial(_relative_cost, results, quantity, base)))
-    table = _table(results, "cost", columns, None)
+    for heading, ratio, attribute, decimals in QUANTITIES:
+        costs = {row: _costs(results, row, attribute) for row in results.rows}
+        if any(costs.values()):
+            columns += _cost_columns(heading, ratio, decimals, costs, costs[base] if base else {})
+    every = [run for row in results.rows for run in results.of(row)]
     stated = cost_notes(every, None if base is None else results.rows[base])
-    return replace(table, caption=f"{results.name}: cost of training", notes=stated)
+    return replace(_table(results, "cost", columns), caption=f"{results.name}: cost of training", notes=stated)
 
 
-def _table(
-    results: Results,
-    name: str,
-    columns: Sequence[Column],
-    paper: PublishedTable | None,
-    what: str = "accuracy in per cent",
-    remarks: tuple[str, ...] = (),
-) -> Table:
-    """Methods down; best and second of the ranked columns are marked."""
-    theirs = paper.rows if paper else ()
-    cells = []
+def _table(results: Results, name: str, columns: Sequence[Column], form: str | None = None) -> Table:
+    """Methods down, the paper's (of its table of this form) last; best and second are marked in ranked columns."""
+    paper = published_table(form, results.backbone, results.datasets) if form else None
+    theirs, cells = paper.rows if paper else (), []
     for column in columns:
         ours = [column.ours(row) for row in results.rows]
         if column.ranked:
@@ -118,10 +112,11 @@ def _table(
     titles = [*results.rows.values(), *(f"{row.title} (paper)" for row in theirs)]
     lines = tuple(Line(title, row) for title, row in zip(titles, zip(*cells, strict=True), strict=True))
     headings = tuple(column.heading for column in columns)
-    return Table(name, caption(results, what), "Method", headings, lines, (*remarks, *notes(results, paper)))
+    stated = caption(results, "accuracy in per cent")
+    return Table(name, stated, "Method", headings, lines, tuple(notes(results, paper)))
 
 
-def marks(shown: Sequence[float | None]) -> list[Any]:
+def marks(shown: Sequence[float | None]) -> list[Mark | None]:
     """Best and second, as printed. Equal values share a place: after two that are best there is no second.
 
     Nothing is marked where nobody scored anything.
@@ -133,59 +128,51 @@ def marks(shown: Sequence[float | None]) -> list[Any]:
     return [None if v is None else "best" if v == order[0] else "second" if v == second else None for v in shown]
 
 
-def number(stat: Stat | None, decimals: int, show_n: bool = False) -> Cell:
-    """A mean with its spread; a dash where there is none."""
-    if stat is None:
+def number(value: Stat | float | None, decimals: int, show_n: bool = False) -> Cell:
+    """A number, or a mean with its spread; a dash where there is none."""
+    if value is None:
         return Cell(DASH)
-    spread = "" if stat.sd is None else f" ± {stat.sd:.{decimals}f}" + (f" ({stat.n})" if show_n else "")
-    return Cell(f"{stat.mean:.{decimals}f}", stat.mean, stat.sd, stat.n, spread)
+    if not isinstance(value, Stat):
+        return Cell(f"{value:.{decimals}f}", value)
+    spread = "" if value.sd is None else f" ± {value.sd:.{decimals}f}" + (f" ({value.n})" if show_n else "")
+    return Cell(f"{value.mean:.{decimals}f}", value.mean, value.sd, value.n, spread)
 
 
-def figure(value: float | None, decimals: int) -> Cell:
-    return Cell(DASH) if value is None else Cell(f"{value:.{decimals}f}", value)
-
-
-def _by_dataset(results: Results, measure: Measure, decimals: int) -> list[Column]:
-    show_n = mixed_seeds(results)
+def _by_dataset(
+    results: Results, measure: Measure, decimals: int, whole: str = "", combine: Combine = sum
+) -> list[Column]:
+    """A column for each data set, and one for the mean or total under the heading `whole`."""
+    show_n = len(results.seed_counts) > 1
 
     def column(name: str, title: str) -> Column:
         return Column(
             title,
             ours=lambda row: number(results.cell(row, name, measure), decimals, show_n),
-            theirs=lambda row: figure(row.values.get(name), decimals),
+            theirs=lambda row: number(row.values.get(name), decimals),
             ranked=True,
         )
 
-    return [column(name, title) for name, title in results.datasets.items()]
-
-
-def _whole(results: Results, heading: str, measure: Measure, combine: Combine, decimals: int) -> Column:
-    return Column(
-        heading,
-        ours=lambda row: number(results.whole(row, measure, combine), decimals, mixed_seeds(results)),
-        theirs=lambda row: figure(row.over(results.datasets, combine), decimals),
+    last = Column(
+        whole,
+        ours=lambda row: number(results.whole(row, measure, combine), decimals, show_n),
+        theirs=lambda row: number(row.over(results.datasets, combine), decimals),
         ranked=True,
     )
+    return [*(column(name, title) for name, title in results.datasets.items()), *([last] if whole else [])]
 
 
 def _params(results: Results, heading: str) -> Column:
-    return Column(heading, lambda row: figure(results.params(row), 2), lambda row: Cell(row.params or DASH))
+    return Column(heading, lambda row: number(results.params(row), 2), lambda row: Cell(row.params or DASH))
 
 
-def _paper(form: str, results: Results, wanted: bool) -> PublishedTable | None:
-    return published_table(form, results.backbone, results.datasets) if wanted else None
+def _k(results: Results, i: int) -> Column:
+    def ours(row: str) -> Cell:
+        runs = results.of(row)
+        options = {**_defaults(runs[0].method), **runs[0].options} if runs else {}
+        value = options.get(f"k{i}", DASH)
+        return Cell({"learn": "✓", "auto": "1"}.get(value, value) if isinstance(value, str) else f"{value:g}")
 
-
-def _k_column(results: Results, i: int) -> Column:
-    return Column(f"k{i}", partial(_k, results, i), lambda row: Cell(row.k[i]))
-
-
-def _k(results: Results, i: int, row: str) -> Cell:
-    """What one k is in a row: a constant, or learned."""
-    runs = results.of(row)
-    options = {**_defaults(runs[0].method), **runs[0].options} if runs else {}
-    value = options.get(f"k{i}", DASH)
-    return Cell({"learn": "✓", "auto": "1"}.get(value, value) if isinstance(value, str) else f"{value:g}")
+    return Column(f"k{i}", ours, lambda row: Cell(row.k[i]))
 
 
 def _defaults(method: str) -> dict[str, Any]:
@@ -197,39 +184,26 @@ def _defaults(method: str) -> dict[str, Any]:
         return {}
 
 
-Quantity = Callable[[Record], float | None]
-
-
-def _per_image(seconds: float | None, run: Record) -> float | None:
-    return 1000 * seconds / run.train_images_seen if seconds is not None and run.train_images_seen else None
-
-
-QUANTITIES: Sequence[tuple[str, str, int, Quantity]] = (
-    ("ms per training image", "relative time", 2, lambda run: _per_image(run.seconds, run)),
-    ("processor ms", "relative processor time", 2, lambda run: _per_image(run.processor_seconds, run)),
-    ("peak memory, MB", "relative memory", 0, lambda run: run.peak_memory and run.peak_memory / 1e6),
-)
-"""Heading, heading of the ratio, decimals, and how to get it from a record."""
-
-
-def _costs(results: Results, quantity: Quantity, row: str | None) -> dict[str, float]:
+def _costs(results: Results, row: str, attribute: str) -> dict[str, float]:
     """The mean over seeds, by data set."""
     found: dict[str, list[float]] = {}
-    for run in results.of(row) if row is not None else ():
-        if (value := quantity(run)) is not None:
+    for run in results.of(row):
+        if (value := getattr(run, attribute)) is not None:
             found.setdefault(run.dataset, []).append(value)
     return {name: statistics.fmean(values) for name, values in found.items()}
 
 
-def _mean_cost(results: Results, quantity: Quantity, decimals: int, row: str) -> Cell:
-    costs = _costs(results, quantity, row)
-    return figure(statistics.fmean(costs.values()) if costs else None, decimals)
+def _cost_columns(
+    heading: str, ratio: str, decimals: int, costs: dict[str, dict[str, float]], base: dict[str, float]
+) -> list[Column]:
+    def mean(row: str) -> Cell:
+        return number(statistics.fmean(costs[row].values()) if costs[row] else None, decimals)
 
+    def relative(row: str) -> Cell:
+        ratios = [value / base[name] for name, value in costs[row].items() if base.get(name)]
+        return number(statistics.geometric_mean(ratios) if ratios and min(ratios) > 0 else None, 2)
 
-def _relative_cost(results: Results, quantity: Quantity, base: str | None, row: str) -> Cell:
-    mine, theirs = _costs(results, quantity, row), _costs(results, quantity, base)
-    ratios = [mine[name] / theirs[name] for name in mine if theirs.get(name)]
-    return figure(statistics.geometric_mean(ratios) if ratios and min(ratios) > 0 else None, 2)
+    return [Column(heading, mean), Column(ratio, relative)]
 
 
 def baselines_of(results: Results, given: str | None) -> Baselines | None:

@@ -14,23 +14,14 @@ PACKNET = (
 )
 
 
-def mixed_seeds(results: Results) -> bool:
-    return len(_seed_counts(results)) > 1
-
-
-def _seed_counts(results: Results) -> set[int]:
-    places = [(row, name) for row in results.rows for name in results.datasets if not results.inherits(row, name)]
-    return {len(results.accuracies(row, name)) for row, name in places} - {0}
-
-
 def caption(results: Results, what: str) -> str:
     epoch = "epoch selected on validation" if results.selected else "last epoch"
     images = "validation set" if results.validation else "test set"
-    count = max(_seed_counts(results), default=0)
-    if mixed_seeds(results):
+    seeds = "one seed"
+    if len(results.seed_counts) > 1:
         seeds = "mean ± standard deviation (number of seeds), one seed where no spread is given"
-    else:
-        seeds = f"mean ± standard deviation over {count} seeds" if count > 1 else "one seed"
+    elif results.seed_counts - {1}:
+        seeds = f"mean ± standard deviation over {max(results.seed_counts)} seeds"
     return f"{results.name}: {what} on the {images}, {epoch}, {seeds}"
 
 

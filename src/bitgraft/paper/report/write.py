@@ -13,10 +13,11 @@ from bitgraft.paper.figures import rendered
 from bitgraft.paper.report import figures
 from bitgraft.paper.report.published import published_table
 from bitgraft.paper.report.records import LINES, as_lines, holds_record_files, read_records, read_suites
-from bitgraft.paper.report.render import Table, comma_separated, html_page, latex_page, markdown_page
+from bitgraft.paper.report.render import Table, comma_separated, from_template, latex_page, markdown_page
 from bitgraft.paper.report.results import Combine, Measure, Results, Stat, accuracy, gather
 from bitgraft.paper.report.tables import baselines_of, score_measure, tables
 from bitgraft.paper.report.wording import circumstances
+from bitgraft.paper.scores import Baselines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,29 +55,28 @@ def write_report(
     grids = gather(records, suites, selected, validation)
     can_draw = find_spec("matplotlib") is not None
     made: list[Table] = []
-    pictures: dict[Path, bytes] = {}
-    shown: list[tuple[Path, str]] = []
+    captions: dict[str, str] = {}
+    files: dict[str, bytes] = {}
     for grid in grids:
         stem = _stem(grid, grids)
         made += [replace(table, name=f"{stem}-{table.name}") for table in tables(grid, published, baseline)]
         for name, caption, plot in _figures(grid, published, baseline) if can_draw else ():
-            pictures[out / f"{stem}-{name}.png"] = rendered(plot, "png")
-            shown.append((out / f"{stem}-{name}.png", caption))
+            captions[f"{stem}-{name}.png"], files[f"{stem}-{name}.png"] = caption, rendered(plot, "png")
     title = ", ".join(dict.fromkeys(grid.suite.title or grid.suite.name for grid in grids))
     where = circumstances(records)
     origin = f"From {len(records)} records, {LINES}" + (f" ({where})." if where else ".")
     texts = {
-        "report.md": markdown_page(title, made, shown, origin),
+        "report.md": markdown_page(title, made, captions, origin),
         "report.tex": latex_page(made),
-        "report.html": html_page(title, made, shown, origin),
+        "report.html": from_template("report.html", title=title, tables=made, figures=captions, origin=origin),
         **{f"{table.name}.csv": comma_separated(table) for table in made},
         LINES: as_lines(records, suites),
     }
-    files = {out / name: text.encode() for name, text in texts.items()} | pictures
+    files = {name: text.encode() for name, text in texts.items()} | files
     out.mkdir(parents=True, exist_ok=True)
-    for file, content in files.items():
-        write_atomically(file, content)
-    return Report(tuple(made), tuple(files), can_draw)
+    for name, content in files.items():
+        write_atomically(out / name, content)
+    return Report(tuple(made), tuple(out / name for name in files), can_draw)
 
 
 def _stem(grid: Results, grids: list[Results]) -> str:
@@ -87,33 +87,29 @@ def _stem(grid: Results, grids: list[Results]) -> str:
 
 def _figures(grid: Results, published: bool, baseline: str | None) -> Iterator[tuple[str, str, "Figure"]]:
     """Name, caption and plot of each figure that has something to show."""
-    images = "validation" if grid.validation else "test"
     if any(grid.accuracies(row, dataset) for row in grid.rows for dataset in grid.datasets):
-        yield "by-method", f"{grid.name}: accuracy by method", figures.by_method(grid, f"{images} accuracy, %")
+        yield "by-method", f"{grid.name}: accuracy by method", figures.by_method(grid)
     if grid.form != "ablation":
-        label, points = _points(grid, published, baseline)
-        if points:
-            caption = f"{grid.name}: {label.removesuffix(', %')} against parameters"
-            yield "params", caption, figures.against_parameters(points, label, grid.name)
+        baselines = baselines_of(grid, baseline) if grid.form == "decathlon" else None
+        what, unit = ("mean accuracy", ", %") if baselines is None else ("decathlon score S", "")
+        if points := _points(grid, published, baselines):
+            plot = figures.against_parameters(points, what + unit, grid.name)
+            yield "params", f"{grid.name}: {what} against parameters", plot
 
 
-def _points(grid: Results, published: bool, baseline: str | None) -> tuple[str, list[figures.Point]]:
-    """The label of the axis, and a point for each row with all data sets; the paper's rows where they have the same."""
-    label, form = "mean accuracy, %", str(grid.form)
-    measure: Measure = accuracy
-    combine: Combine = fmean
-    if grid.form == "decathlon" and (baselines := baselines_of(grid, baseline)) is not None:
-        label, form, measure, combine = "decathlon score S", "scores", score_measure(baselines), sum
+def _points(grid: Results, published: bool, baselines: Baselines | None) -> list[figures.Point]:
+    """A point for each row with all data sets; and the paper's rows, if they have the same data sets."""
+    form = grid.form if baselines is None else "scores"
+    measure: Measure = accuracy if baselines is None else score_measure(baselines)
+    combine: Combine = fmean if baselines is None else sum
     points = [
         figures.Point(title, params, value)
         for row, title in grid.rows.items()
         if (value := grid.whole(row, measure, combine)) is not None and (params := grid.params(row)) is not None
     ]
     paper = published_table(form, grid.backbone, grid.datasets) if published else None
-    if paper is not None and set(paper.datasets) - set(grid.datasets) <= OWN:
-        points += [
-            figures.Point(f"{row.title} (paper)", float(row.params), Stat(theirs, None, 1), paper=True)
-            for row in paper.rows
-            if row.params is not None and (theirs := row.over(grid.datasets, combine)) is not None
-        ]
-    return label, points
+    for theirs in paper.rows if paper and set(paper.datasets) - set(grid.datasets) <= OWN else ():
+        whole = theirs.over(grid.datasets, combine)
+        if theirs.params is not None and whole is not None:
+            points.append(figures.Point(f"{theirs.title} (paper)", float(theirs.params), Stat(whole, None, 1), True))
+    return points
