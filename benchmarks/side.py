@@ -1,8 +1,7 @@
-"""One side of a comparison of training steps: `python -m benchmarks.side METHOD NETWORK BATCH PIXELS`."""
+"""One variant of a training step, timed in its own process: `python -m benchmarks.side METHOD NETWORK BATCH PIXELS`."""
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import timm
 import torch
@@ -86,19 +85,8 @@ def ours(model: nn.Module, method: str, images: torch.Tensor, labels: torch.Tens
     return step
 
 
-def memory_of(method: str) -> AbstractContextManager[None]:
-    """As `bitgraft.fit` has it, for ours."""
-    if method in OTHERS:
-        return nullcontext()
-    from bitgraft.training.cpu.memory import kept
-
-    return kept()
-
-
 def main(method: str, network: str, batch: str, pixels: str) -> None:
-    with memory_of(method):
-        step = step_of(method, network, int(batch), int(pixels))
-        answer(step)
+    answer(step_of(method, network, int(batch), int(pixels)))
 
 
 if __name__ == "__main__":
