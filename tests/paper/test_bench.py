@@ -21,9 +21,9 @@ from bitgraft.cli.board import table
 from bitgraft.errors import SuiteError
 from bitgraft.methods import registry
 from bitgraft.network import Network
-from bitgraft.paper.bench import pools, reading, record, runner, submission, worker
-from bitgraft.paper.bench.pools import Ended, Local, Place
+from bitgraft.paper.bench import reading, record, runner, submission, worker
 from bitgraft.paper.bench.reading import load_suite, parse
+from bitgraft.paper.bench.runner import Ended, Local, Place
 from bitgraft.paper.bench.suite import Cell, on_all_labels, on_backbone, settings
 from bitgraft.paper.report.published import published_table
 from bitgraft.paper.report.records import read_records, read_suites
@@ -339,8 +339,8 @@ def test_a_killed_worker_is_reported_and_its_run_goes_on(place):
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
 
-    line = pools.job(held, cell, place)
-    fault = pools.work(line, lambda process: threading.Thread(target=kill, args=(process,), daemon=True).start())
+    line = runner.job(held, cell, place)
+    fault = runner.work(line, lambda process: threading.Thread(target=kill, args=(process,), daemon=True).start())
     assert fault == "the process was ended by signal 9"
     assert going[0].returncode == -signal.SIGKILL
     assert not (state.parent / "record.json").exists()
@@ -356,14 +356,14 @@ def test_a_worker_whose_parent_is_gone_keeps_its_state_and_leaves(place):
     held = small(datasets=SMALL["datasets"][:1], rows=SMALL["rows"][:1], config={**SMALL["config"], "epochs": 500})
     command = [sys.executable, "-m", "bitgraft.paper.bench.worker"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        process.stdin.write(pools.job(held, next(held.cells()), place) + "\n")
+        process.stdin.write(runner.job(held, next(held.cells()), place) + "\n")
         process.stdin.flush()
         folder = place.runs / "full" / "seed-0" / "runs" / "photos"
         while not (folder / "metrics.jsonl").exists():
             assert process.poll() is None
             time.sleep(0.01)
         process.stdin.close()
-        assert process.wait() == pools.STOPPED
+        assert process.wait() == runner.STOPPED
     assert (folder / "state.pt").exists()
 
 
@@ -411,7 +411,7 @@ def test_on_ray_a_lost_worker_is_replaced(place, monkeypatch):
         held = small(rows=SMALL["rows"][1:], config={**SMALL["config"], "epochs": 30})
         killer = threading.Thread(target=lambda: os.kill(_worker_of_ray(), signal.SIGKILL), daemon=True)
         killer.start()
-        board = runner.run(held, place, pools.Ray(None))
+        board = runner.run(held, place, runner.Ray(None))
         killer.join()
     finally:
         ray.shutdown()
@@ -533,6 +533,26 @@ def test_settings_of_a_plain_backbone_are_those_of_older_records():
         "weights": None,
         "pretrained": True,
     }
+
+
+def test_records_with_the_old_names_of_settings_are_found(tmp_path):
+    """Long runs that an older bitgraft made are not made again."""
+    held = load_suite("imagenet-to-sketch-mini").chosen(rows=["full"], datasets=["flowers"])
+    (cell,) = held.cells()
+    config = asdict(held.config_of(held.rows[0], held.datasets[0], 0))
+    old = {"scale_k2_by_r": "follow", "gradient_centralization": "centre", "mean_shift_correction": "level"}
+    old |= {"clip_to_ema_norm": "steady", "head_init": "head_start", "k1": "shift"}
+    roles = {
+        name: {old.get(role, role): value for role, value in config[name].items()} for name in ("rates", "optimizers")
+    }
+    renamed = {old.get(name, name): value for name, value in (config | roles).items()}
+    path = record.record_path(tmp_path, cell, "flowers")
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"settings": settings(held, held.rows[0], held.datasets[0]), "config": renamed}))
+    assert runner.plan(held, tmp_path).done == [cell]
+    path.write_text(path.read_text().replace('"follow": 0.0', '"follow": 0.1'))
+    with pytest.raises(SuiteError, match=r"made with other settings \(scale_k2_by_r\)"):
+        runner.plan(held, tmp_path)
 
 
 def test_labels_of_the_backbones_own_data_are_left_to_try_it_on():

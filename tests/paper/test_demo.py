@@ -96,7 +96,7 @@ def test_the_page_is_whole_in_itself(done):
     assert all(value.startswith(("#", "data:image/png;base64,")) for value in outline.fetched)
     assert not re.search(r"url\((?!#)|@import|<script|<link|<iframe", page)
     assert outline.tags["img"] == 2 * demo.SHOWN
-    assert outline.tags["svg"] == 2 * 2 + 2 * 2  # loss and accuracy, ones and k, for each data set
+    assert outline.tags["svg"] == 2 * 2  # learning curves, and masks and k, for each data set
     assert outline.tags["tr"] == 1 + 6
 
 

@@ -176,7 +176,7 @@ def test_bad_image_ids_are_named_by_domain_and_counted(score) -> None:
     assert err == (
         "error: the submission must answer each test image once, but 1 image id is answered more than once "
         "(gtsrb 1: 50200005); 2 image ids are missing (gtsrb 2: 50200000, 50200001); 2 image ids are unknown "
-        "(aircraft 1: 10000009; of no domain 1: 3)\n"
+        "(of no domain 2: 10000009, 3)\n"
     )
 
 

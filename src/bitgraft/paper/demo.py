@@ -104,7 +104,8 @@ def _probe(net: Network, data: dict[str, Splits]) -> Tensor:
     """Images at the backbone's own size: noise, and held-out ones of each data set."""
     stated = Preprocessing.from_dict(stated_preprocessing(net.backbone))
     noise = torch.randn(SHOWN, stated.channels, *stated.size, generator=torch.Generator().manual_seed(0))
-    real = [ImageDataset(images, stated)[i][0] for images in map(_tested, data.values()) for i in _some(images)]
+    held_out = [splits.test for splits in data.values() if splits.test]
+    real = [ImageDataset(images, stated)[i][0] for images in held_out for i in _some(images)]
     return torch.cat([noise, torch.stack(real)])
 
 
@@ -114,11 +115,6 @@ def _scores(net: Network, task: str, images: Tensor) -> Tensor:
     return scores
 
 
-def _tested(splits: Splits) -> Images:
-    assert splits.test is not None
-    return splits.test
-
-
 def _some(images: Images) -> list[int]:
     """Indices of a few images, evenly spread."""
     return [len(images) * i // SHOWN for i in range(SHOWN)]
@@ -126,7 +122,8 @@ def _some(images: Images) -> list[int]:
 
 def _show(store: Store, net: Network, fresh: Network, data: str, splits: Splits) -> Shown:
     """Predictions of the full method's task, read back into a fresh network and compared with the trained one."""
-    task, images, classes = store.load(fresh, f"{data}-full"), _tested(splits), splits.classes
+    task, images, classes = store.load(fresh, f"{data}-full"), splits.test, splits.classes
+    assert images is not None
     seen = ImageDataset(images, Preprocessing.from_dict(task.metadata.preprocessing))
     batch = torch.stack([seen[i][0] for i in _some(images)])
     trained, reloaded = _scores(net, task.name, batch), _scores(fresh, task.name, batch)

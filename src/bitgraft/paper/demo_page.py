@@ -5,7 +5,6 @@ import io
 import os
 import re
 from dataclasses import dataclass
-from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from PIL import Image
 
 from bitgraft.backbone.files import write_atomically
 from bitgraft.format.inspect import Inspection
-from bitgraft.paper.figures import Panel, draw, draw_curves, draw_k, draw_ones, label, learned_k, rendered
+from bitgraft.paper.figures import learning_curves, parameter_analysis, rendered
 from bitgraft.paper.report.render import Cell, Line, Table, from_template
 from bitgraft.training.progress import spelled
 
@@ -91,16 +90,17 @@ class Findings:
 
 
 def write(found: Findings, path: Path) -> None:
-    page = from_template(
-        "demo.html",
-        found=found,
-        table=results_table(found),
-        curves=[_curves(data, found.rows) for data in found.shown],
-        analyses=[_analysis(data, found.rows) for data in found.shown],
-        time=spelled(found.seconds),
-        cores=os.cpu_count(),
-        torch=torch.__version__,
-    )
+    curves, analyses = [], []
+    for data in found.shown:
+        rows = [row for row in found.rows if row.data == data]
+        runs = {row.method: row.history for row in rows}
+        curves.append(as_svg(learning_curves(runs, data), f"loss and accuracy by epoch on {data}"))
+        tasks = [row.inspection for row in rows]
+        names = {task.archive.backbone: data for task in tasks}
+        analyses.append(as_svg(parameter_analysis(tasks, names), f"share of ones and k by layer, {data}"))
+    about = {"time": spelled(found.seconds), "cores": os.cpu_count(), "torch": torch.__version__}
+    table = results_table(found)
+    page = from_template("demo.html", found=found, table=table, curves=curves, analyses=analyses, **about)
     write_atomically(path, page.encode())
 
 
@@ -126,28 +126,9 @@ def results_table(found: Findings) -> Table:
     return Table("results", "Accuracy on held-out images", "data", headings, tuple(lines), notes)
 
 
-def _curves(data: str, rows: list[Row]) -> list[str]:
-    runs = {row.method: row.history for row in rows if row.data == data}
-    loss = partial(draw_curves, runs=runs, quantity="loss", title=f"{data}: loss")
-    accuracy = partial(draw_curves, runs=runs, quantity="accuracy", title=f"{data}: accuracy")
-    return [_drawn(loss, f"loss by epoch on {data}"), _drawn(accuracy, f"accuracy by epoch on {data}")]
-
-
-def _analysis(data: str, rows: list[Row]) -> list[str]:
-    masked = [row.inspection for row in rows if row.data == data and row.inspection.weights]
-    ones = partial(draw_ones, tasks=masked, title=f"{data}: share of ones")
-    ks = [_drawn(partial(draw_k, task=task), f"k by layer of {label(task)}") for task in masked if learned_k(task)]
-    return [_drawn(ones, f"share of ones by layer, {data}"), *ks]
-
-
-def _drawn(panel: Panel, description: str) -> str:
-    return as_svg(draw([[panel]]), description)
-
-
 def as_svg(figure: "Figure", description: str) -> str:
     """A figure as SVG in the colour of the page's text."""
     svg = rendered(figure, "svg", transparent=True).decode()
     svg = svg[svg.index("<svg") :].replace("#000000", "currentColor")
     svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # several figures on one page would repeat them
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     return re.sub(r"<svg [^>]*?(?=viewBox)", f'<svg role="img" aria-label="{escape(description)}" ', svg, count=1)

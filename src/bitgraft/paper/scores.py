@@ -12,8 +12,6 @@ from typing import Any
 from bitgraft.errors import DataError
 
 PERFECT = 1000.0
-BLOCK = 10_000_000
-"""Image ids of the nth domain, in alphabetical order and counted from 1, begin at n times this."""
 
 
 def decathlon_score(error: float, baseline: float) -> float:
@@ -177,40 +175,34 @@ def _check_images(pairs: Sequence[tuple[int, int]], labels: Sequence[Labels]) ->
         "missing": [image for image in homes if image not in times],
         "unknown": [image for image in times if image not in homes],
     }
-    told = []
-    for fault, ids in faults.items():
-        if ids:
-            count = f"{len(ids)} image ids are" if len(ids) > 1 else "1 image id is"
-            told.append(f"{count} {fault} ({_by_domain((homes.get(one) or _guessed(one), one) for one in ids)})")
+    told = [
+        f"{len(ids)} image id{' is' if len(ids) == 1 else 's are'} {fault} ({_by_domain(ids, homes)})"
+        for fault, ids in faults.items()
+        if ids
+    ]
     if told:
         raise DataError(f"the submission must answer each test image once, but {'; '.join(told)}")
 
 
 def _check_categories(given: Mapping[int, int], labels: Sequence[Labels]) -> None:
-    strange = [(one.domain, image) for one in labels for image in one.answers if given[image] not in one.categories]
-    if strange:
-        verb = "answers have" if len(strange) > 1 else "answer has"
+    homes = {i: one.domain for one in labels for i in one.answers if given[i] not in one.categories}
+    if homes:
         raise DataError(
-            f"{len(strange)} {verb} a category_id that is not among the domain's categories "
-            f"(by image id: {_by_domain(strange)}); give ids as the annotations list them, not numbers from 0"
+            f"{len(homes)} answer{' has' if len(homes) == 1 else 's have'} a category_id that is not among the "
+            f"domain's categories (by image id: {_by_domain(homes, homes)}); give ids as the annotations list them, "
+            "not numbers from 0"
         )
 
 
-def _by_domain(named: Iterable[tuple[str, int]]) -> str:
+def _by_domain(images: Iterable[int], homes: Mapping[int, str]) -> str:
     """How many images in each domain, and the first three of them."""
     groups: dict[str, list[int]] = {}
-    for domain, image in named:
-        groups.setdefault(domain, []).append(image)
+    for image in images:
+        groups.setdefault(homes.get(image, "of no domain"), []).append(image)
     return "; ".join(
         f"{domain} {len(ids)}: {', '.join(map(str, ids[:3]))}{', ...' if len(ids) > 3 else ''}"
         for domain, ids in groups.items()
     )
-
-
-def _guessed(image: int) -> str:
-    """The domain that an unknown id would belong to."""
-    number, names = image // BLOCK, sorted(domain_titles())
-    return names[number - 1] if 1 <= number <= len(names) else "of no domain"
 
 
 def _read(file: Path, what: str, parse: Callable[[bytes], Any]) -> Any:

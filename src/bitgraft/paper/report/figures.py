@@ -31,7 +31,7 @@ def by_method(results: Results) -> "Figure":
     """One line per method, one marker per data set, a bar at the mean; rows without any result are left out."""
     shown = [row for row in results.rows if any(results.accuracies(row, name) for name in results.datasets)]
     panel = partial(_draw_methods, results=results, shown=shown)
-    return draw([[panel]], _wrapped(results.name), size=(8, 1.6 + 0.38 * len(shown)))
+    return draw([[panel]], textwrap.fill(results.name, 80), size=(8, 1.6 + 0.38 * len(shown)))
 
 
 def _draw_methods(axes: "Axes", results: Results, shown: Sequence[str]) -> None:
@@ -62,7 +62,7 @@ def _draw_methods(axes: "Axes", results: Results, shown: Sequence[str]) -> None:
 
 def against_parameters(points: Sequence[Point], label: str, title: str) -> "Figure":
     """One point per method: parameters of all tasks across, score or mean accuracy up."""
-    figure = draw([[partial(_draw_points, points=points, label=label)]], _wrapped(title), size=(7.5, 5))
+    figure = draw([[partial(_draw_points, points=points, label=label)]], textwrap.fill(title, 80), size=(7.5, 5))
     figure.draw_without_rendering()  # places the axes, so that pixels are known
     _label_points(figure.axes[0], points, figure.dpi / 72)
     return figure
@@ -84,15 +84,10 @@ def _draw_points(axes: "Axes", points: Sequence[Point], label: str) -> None:
     axes.set(xlabel="parameters of all tasks, relative to the backbone", ylabel=label, xscale="log")
     axes.set_xlim(low / 1.08, max(high, low * 1.2) * 1.6)  # room for the labels at the right
     axes.margins(y=0.14)
-    _set_ticks(axes)
-
-
-def _set_ticks(axes: "Axes") -> None:
-    """Plain numbers, as many as fit."""
     low, high = axes.get_xlim()
     ticks: list[float] = []
     for tick in TICKS:
-        if low <= tick <= high and (not ticks or tick >= ticks[-1] * (high / low) ** 0.05):
+        if low <= tick <= high and (not ticks or tick >= ticks[-1] * (high / low) ** 0.05):  # as many as fit
             ticks.append(tick)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_xticks([], minor=True)
@@ -143,7 +138,3 @@ def _label_points(axes: "Axes", points: Sequence[Point], dot: float) -> None:
             color=COLOURS[1] if point.paper else "black",
             arrowprops=line,
         )
-
-
-def _wrapped(title: str) -> str:
-    return "\n".join(textwrap.wrap(title, 80))

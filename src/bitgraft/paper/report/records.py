@@ -84,20 +84,9 @@ class Record:
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} is {value}")
 
-    @property
-    def ms_per_image(self) -> float | None:
-        return self._per_image(self.seconds)
-
-    @property
-    def processor_ms_per_image(self) -> float | None:
-        return self._per_image(self.processor_seconds)
-
-    def _per_image(self, seconds: float | None) -> float | None:
+    def per_image(self, seconds: float | None) -> float | None:
+        """Milliseconds for each training image."""
         return 1000 * seconds / self.train_images_seen if seconds is not None and self.train_images_seen else None
-
-    @property
-    def peak_megabytes(self) -> float | None:
-        return None if self.peak_memory is None else self.peak_memory / 1e6
 
     @property
     def key(self) -> tuple[str, str, str, str, int]:

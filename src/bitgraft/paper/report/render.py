@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,18 +12,9 @@ Mark = Literal["best", "second"]
 DASH = "–"
 MARKDOWN = str.maketrans({sign: f"\\{sign}" for sign in "\\|*_<>`[]"})
 LATEX = str.maketrans(
-    {
-        "\\": r"\textbackslash{}",
-        **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "±": r"$\pm$",
-        "↓": r"$\downarrow$",
-        "↑": r"$\uparrow$",
-        "✓": r"\ding{51}",
-        "×": r"$\times$",
-        "–": "--",
-    }
+    {sign: f"\\{sign}" for sign in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--"}
+    | {"±": r"$\pm$", "×": r"$\times$", "↓": r"$\downarrow$", "↑": r"$\uparrow$", "✓": r"\ding{51}"}
 )
 
 
@@ -36,10 +27,6 @@ class Cell:
     spread: str = ""
     """Set after the number: its spread, and the number of seeds where that differs within the table."""
     mark: Mark | None = None
-
-    def marked(self, text: str, best: str, second: str) -> str:
-        """The text in the given format's best or second, where `%s` stands for it."""
-        return (best if self.mark == "best" else second if self.mark == "second" else "%s") % text
 
     def plain(self) -> dict[str, Any]:
         text = self.text + self.spread
@@ -71,34 +58,45 @@ class Table:
 
 def markdown(table: Table) -> str:
     """Padded, so that it can be read as it is."""
-    heads = [_md(name) for name in (table.corner, *table.headings)]
-    rows = [[_md(line.title), *map(_md_cell, line.cells)] for line in table.lines]
+    heads, *rows = _texts(table, MARKDOWN, "**%s**", "<u>%s</u>")
     widths = [max(3, *map(len, column)) for column in zip(heads, *rows, strict=True)]
     rule = [f":{'-' * (widths[0] - 1)}", *(f"{'-' * (width - 1)}:" for width in widths[1:])]
-    lines = [f"**{_md(table.caption)}**", "", *(_padded(row, widths) for row in [heads, rule, *rows])]
-    return "\n".join([*lines, *(["", *(f"- {_md(note)}" for note in table.notes)] if table.notes else [])])
+    lines = [f"**{_md(table.caption)}**", ""]
+    for row in (heads, rule, *rows):
+        padded = [
+            row[0].ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+        ]
+        lines.append(f"| {' | '.join(padded)} |")
+    return "\n".join([*lines, *([""] if table.notes else []), *(f"- {_md(note)}" for note in table.notes)])
 
 
 def latex(table: Table) -> str:
     """Needs the package pifont for check marks."""
+    heads, *rows = (" & ".join(row) + r" \\" for row in _texts(table, LATEX, r"\textbf{%s}", r"\underline{%s}"))
     caption = ". ".join([table.caption, *(note.rstrip(".") for note in table.notes)]) + "."
-    rows = [[_tex(line.title), *map(_tex_cell, line.cells)] for line in table.lines]
-    return "\n".join(
-        [
-            r"\begin{table}[t]",
-            r"\centering",
-            rf"\caption{{{_tex(caption)}}}",
-            rf"\label{{tab:{table.name}}}",
-            rf"\begin{{tabular}}{{l{'r' * len(table.headings)}}}",
-            r"\hline",
-            " & ".join(map(_tex, [table.corner, *table.headings])) + r" \\",
-            r"\hline",
-            *(" & ".join(row) + r" \\" for row in rows),
-            r"\hline",
-            r"\end{tabular}",
-            r"\end{table}",
-        ]
-    )
+    lines = [
+        r"\begin{table}[t]",
+        r"\centering",
+        rf"\caption{{{caption.translate(LATEX)}}}",
+        rf"\label{{tab:{table.name}}}",
+        rf"\begin{{tabular}}{{l{'r' * len(table.headings)}}}",
+        *(r"\hline", heads, r"\hline", *rows, r"\hline"),
+        r"\end{tabular}",
+        r"\end{table}",
+    ]
+    return "\n".join(lines)
+
+
+def _texts(table: Table, escapes: dict[int, str], best: str, second: str) -> list[list[str]]:
+    """Headings and rows of a format; `best` and `second` mark a cell, with `%s` for its text."""
+
+    def text(cell: Cell) -> str:
+        mark = best if cell.mark == "best" else second if cell.mark == "second" else "%s"
+        return mark % cell.text.translate(escapes) + cell.spread.translate(escapes)
+
+    heads = [name.translate(escapes) for name in (table.corner, *table.headings)]
+    return [heads, *([line.title.translate(escapes), *map(text, line.cells)] for line in table.lines)]
 
 
 def comma_separated(table: Table) -> str:
@@ -140,20 +138,3 @@ def from_template(name: str, **values: Any) -> str:
 
 def _md(text: str) -> str:
     return text.translate(MARKDOWN)
-
-
-def _tex(text: str) -> str:
-    return text.translate(LATEX)
-
-
-def _padded(cells: Sequence[str], widths: Sequence[int]) -> str:
-    rest = (cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True))
-    return "| " + " | ".join([cells[0].ljust(widths[0]), *rest]) + " |"
-
-
-def _md_cell(cell: Cell) -> str:
-    return cell.marked(_md(cell.text), "**%s**", "<u>%s</u>") + cell.spread
-
-
-def _tex_cell(cell: Cell) -> str:
-    return cell.marked(_tex(cell.text), r"\textbf{%s}", r"\underline{%s}") + _tex(cell.spread)

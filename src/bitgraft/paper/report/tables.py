@@ -3,23 +3,25 @@
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bitgraft.errors import BitgraftError, DataError
 from bitgraft.paper.report.published import PublishedRow, published_table
+from bitgraft.paper.report.records import Record
 from bitgraft.paper.report.render import DASH, Cell, Line, Mark, Table
-from bitgraft.paper.report.results import Combine, Measure, Results, Stat, accuracy
-from bitgraft.paper.report.wording import caption, cost_notes, notes
+from bitgraft.paper.report.results import Combine, Measure, Results, Stat, accuracy, caption, cost_notes, notes
 from bitgraft.paper.scores import Baselines, challenge_baselines, decathlon_score, domain_titles, read_baselines
 
 LEARNED = "✓ is learned; k0 = 1 holds where a norm undoes the scale, elsewhere it is learned."
-QUANTITIES = (
-    ("ms per training image", "relative time", "ms_per_image", 2),
-    ("processor ms", "relative processor time", "processor_ms_per_image", 2),
-    ("peak memory, MB", "relative memory", "peak_megabytes", 0),
+Quantity = Callable[[Record], float | None]
+QUANTITIES: Sequence[tuple[str, str, Quantity, int]] = (
+    ("ms per training image", "relative time", lambda run: run.per_image(run.seconds), 2),
+    ("processor ms", "relative processor time", lambda run: run.per_image(run.processor_seconds), 2),
+    ("peak memory, MB", "relative memory", lambda run: run.peak_memory and run.peak_memory / 1e6, 0),
 )
-"""Headings of a cost and of its ratio to fine-tuning, the record's attribute, and decimals."""
+"""Headings of a cost and of its ratio to fine-tuning, the cost of a run, and decimals."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,11 @@ def cost_table(results: Results) -> Table:
     """Time for each training image and peak memory, also relative to fine-tuning on the same data sets."""
     base = next((row for row in results.rows if results.method(row) == "finetune"), None)
     columns: list[Column] = []
-    for heading, ratio, attribute, decimals in QUANTITIES:
-        costs = {row: _costs(results, row, attribute) for row in results.rows}
+    for heading, ratio, quantity, decimals in QUANTITIES:
+        costs = {row: _costs(results, row, quantity) for row in results.rows}
         if any(costs.values()):
-            columns += _cost_columns(heading, ratio, decimals, costs, costs[base] if base else {})
+            columns.append(Column(heading, partial(_mean_cost, costs, decimals)))
+            columns.append(Column(ratio, partial(_relative_cost, costs, base)))
     every = [run for row in results.rows for run in results.of(row)]
     stated = cost_notes(every, None if base is None else results.rows[base])
     return replace(_table(results, "cost", columns), caption=f"{results.name}: cost of training", notes=stated)
@@ -184,26 +187,27 @@ def _defaults(method: str) -> dict[str, Any]:
         return {}
 
 
-def _costs(results: Results, row: str, attribute: str) -> dict[str, float]:
+Costs = dict[str, dict[str, float]]
+"""By row and data set."""
+
+
+def _costs(results: Results, row: str, quantity: Quantity) -> dict[str, float]:
     """The mean over seeds, by data set."""
     found: dict[str, list[float]] = {}
     for run in results.of(row):
-        if (value := getattr(run, attribute)) is not None:
+        if (value := quantity(run)) is not None:
             found.setdefault(run.dataset, []).append(value)
     return {name: statistics.fmean(values) for name, values in found.items()}
 
 
-def _cost_columns(
-    heading: str, ratio: str, decimals: int, costs: dict[str, dict[str, float]], base: dict[str, float]
-) -> list[Column]:
-    def mean(row: str) -> Cell:
-        return number(statistics.fmean(costs[row].values()) if costs[row] else None, decimals)
+def _mean_cost(costs: Costs, decimals: int, row: str) -> Cell:
+    return number(statistics.fmean(costs[row].values()) if costs[row] else None, decimals)
 
-    def relative(row: str) -> Cell:
-        ratios = [value / base[name] for name, value in costs[row].items() if base.get(name)]
-        return number(statistics.geometric_mean(ratios) if ratios and min(ratios) > 0 else None, 2)
 
-    return [Column(heading, mean), Column(ratio, relative)]
+def _relative_cost(costs: Costs, base: str | None, row: str) -> Cell:
+    theirs = costs[base] if base else {}
+    ratios = [value / theirs[name] for name, value in costs[row].items() if theirs.get(name)]
+    return number(statistics.geometric_mean(ratios) if ratios and min(ratios) > 0 else None, 2)
 
 
 def baselines_of(results: Results, given: str | None) -> Baselines | None:

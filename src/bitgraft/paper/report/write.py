@@ -14,9 +14,8 @@ from bitgraft.paper.report import figures
 from bitgraft.paper.report.published import published_table
 from bitgraft.paper.report.records import LINES, as_lines, holds_record_files, read_records, read_suites
 from bitgraft.paper.report.render import Table, comma_separated, from_template, latex_page, markdown_page
-from bitgraft.paper.report.results import Combine, Measure, Results, Stat, accuracy, gather
+from bitgraft.paper.report.results import Combine, Measure, Results, Stat, accuracy, circumstances, gather
 from bitgraft.paper.report.tables import baselines_of, score_measure, tables
-from bitgraft.paper.report.wording import circumstances
 from bitgraft.paper.scores import Baselines
 
 if TYPE_CHECKING:
