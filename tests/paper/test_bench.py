@@ -317,11 +317,10 @@ def test_a_run_that_fails_does_not_hold_up_the_others(place):
 
     boards = []
 
-    class Watcher:
-        def changed(self, board):
-            boards.append((len(board.done), len(board.failed), len(board.left)))
+    def changed(board):
+        boards.append((len(board.done), len(board.failed), len(board.left)))
 
-    board = runner.run(held, place, pool, [Watcher()])
+    board = runner.run(held, place, pool, changed)
     assert (len(board.done), [ended.fault for ended in board.failed]) == (2, ["no luck"] * 2)
     assert boards == [(0, 0, 4), (1, 0, 3), (2, 0, 2), (2, 1, 1), (2, 2, 0)]
 
@@ -378,7 +377,7 @@ def test_the_command(place, capsys, monkeypatch):
     code, out, err = run("mine.toml", "--seeds", "1", "--threads", "1", "--json")
     assert (code, json.loads(out)["done"]) == (0, 1), err
     assert Path("runs/mine/head/seed-1/runs/photos/record.json").exists()
-    assert json.loads(Path("runs/mine/suite.json").read_text())["rows"] == [{"row": "head", "title": "head"}]
+    assert json.loads(Path("runs/mine/suite.json").read_text())["rows"] == [{"row": "head", "title": ""}]
     assert run("mine.toml", "--plan")[1].splitlines()[0] == "1 runs are done, 1 are left"
     assert run("mine.toml", "--rows", "tail")[0] == 1
     assert run("mine.toml", "--seeds", "a")[0] == 2

@@ -128,7 +128,7 @@ def _run(
     pool = _pool(jobs, ray)
     runner.describe(whole, folder)
     with Progress(folder, quiet=as_json) as progress:
-        board = runner.run(chosen, place, pool, [progress])
+        board = runner.run(chosen, place, pool, progress.changed)
     if as_json:
         show_json(
             {"done": len(board.done), "failed": {str(e.cell): e.fault for e in board.failed}, "runs": str(folder)}

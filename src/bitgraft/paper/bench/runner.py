@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from bitgraft.backbone.files import write_atomically
 from bitgraft.errors import SuiteError
 from bitgraft.paper.bench.record import finished, record_path
 from bitgraft.paper.bench.suite import Cell, Suite
+from bitgraft.paper.from_dict import from_dict
 from bitgraft.paper.report import records as report
 
 STOPPED = 3
@@ -53,10 +54,6 @@ class Board:
     left: list[Cell] = field(default_factory=list)
 
 
-class Watcher(Protocol):
-    def changed(self, board: Board) -> None: ...
-
-
 def plan(suite: Suite, runs: Path) -> Board:
     board = Board(suite)
     for cell in suite.cells():
@@ -65,20 +62,19 @@ def plan(suite: Suite, runs: Path) -> Board:
     return board
 
 
-def run(suite: Suite, place: Place, pool: Pool, watchers: Sequence[Watcher] = ()) -> Board:
+def run(suite: Suite, place: Place, pool: Pool, changed: Callable[[Board], None] = lambda board: None) -> Board:
     """Make the runs without a record. A run that fails does not hold up the others, unless it trains the backbone."""
     board = plan(suite, place.runs)
-    for watcher in watchers:
-        watcher.changed(board)
-    for cells in ([cell for cell in board.left if suite.leads(cell)], [c for c in board.left if not suite.leads(c)]):
+    changed(board)
+    first, rest = [cell for cell in board.left if suite.leads(cell)], [c for c in board.left if not suite.leads(c)]
+    for cells in (first, rest):
         for ended in pool(suite, cells, place) if cells and not board.failed else ():
             board.left.remove(ended.cell)
             if ended.fault is None:
                 board.done.append(ended.cell)
             else:
                 board.failed.append(ended)
-            for watcher in watchers:
-                watcher.changed(board)
+            changed(board)
     return board
 
 
@@ -90,16 +86,9 @@ def records(suite: Suite, runs: Path) -> list[dict[str, Any]]:
 
 def describe(suite: Suite, runs: Path) -> None:
     """Write the order and titles of the table's rows and columns for `bitgraft report`."""
-    about = report.Suite(
-        suite.name,
-        suite.title or suite.name,
-        suite.form,
-        suite.baseline,
-        tuple(report.RowTitle(row.row, row.title or row.row) for row in suite.rows),
-        tuple(report.DatasetTitle(dataset.name, dataset.title or dataset.name) for dataset in suite.datasets),
-    )
+    about = asdict(from_dict(report.Suite, asdict(suite), ignore_unknown=True))
     runs.mkdir(parents=True, exist_ok=True)
-    write_atomically(runs / report.SUITE, (json.dumps(asdict(about), indent=1) + "\n").encode())
+    write_atomically(runs / report.SUITE, (json.dumps(about, indent=1) + "\n").encode())
 
 
 def job(suite: Suite, cell: Cell, place: Place) -> str:
@@ -137,11 +126,11 @@ def work(line: str, started: Callable[[subprocess.Popen[str]], None] = lambda pr
     return fault.strip() if marked else said.strip().rpartition("\n")[2] or f"exit code {code}"
 
 
+@dataclass(frozen=True)
 class Local:
     """A number of runs at a time on this machine."""
 
-    def __init__(self, jobs: int) -> None:
-        self.jobs = jobs
+    jobs: int
 
     def __call__(self, suite: Suite, cells: Sequence[Cell], place: Place) -> Iterator[Ended]:
         processes: list[subprocess.Popen[str]] = []

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from bitgraft.paper.figures import COLOURS, draw
 from bitgraft.paper.report.results import Results, Stat, accuracy
@@ -93,41 +93,20 @@ def _draw_points(axes: "Axes", points: Sequence[Point], label: str) -> None:
     axes.set_xticks([], minor=True)
 
 
-class Box(NamedTuple):
-    """The place of a label or a marker in a figure, in pixels."""
-
-    left: float
-    right: float
-    middle: float
-    height: float
-
-    def meets(self, other: "Box") -> bool:
-        beside = self.left < other.right and other.left < self.right
-        return beside and abs(self.middle - other.middle) < (self.height + other.height) / 2 - 1e-9
-
-
-def apart(labels: Sequence[Box], markers: Sequence[Box]) -> list[float]:
-    """Heights near the wanted ones at which no label meets another, or a marker."""
-    placed = list(markers)
-    for label in labels:
-        edges = [other.middle + way * (label.height + other.height) / 2 for other in placed for way in (1, -1)]
-        wanted = sorted([label.middle, *edges], key=lambda edge: abs(edge - label.middle))
-        boxes = (label._replace(middle=height) for height in wanted)
-        free = (box for box in boxes if not any(box.meets(other) for other in placed))
-        placed.append(next(free))  # above the highest edge there is always room
-    return [box.middle for box in placed[len(markers) :]]
-
-
 def _label_points(axes: "Axes", points: Sequence[Point], dot: float) -> None:
-    """Put labels right of their points, moved up or down until they can be read; `dot` is a point in pixels."""
+    """Put labels right of their points, higher up where they would meet another label or a marker.
+
+    Args:
+        dot: one point of type in pixels.
+    """
     pixels = [(float(x), float(y)) for x, y in axes.transData.transform([(p.params, p.value.mean) for p in points])]
-    labels = [
-        Box(x + GAP * dot, x + (GAP + 5.2 * len(point.title)) * dot, y, 11 * dot)
-        for point, (x, y) in zip(points, pixels, strict=True)
-    ]
-    markers = [Box(x - 4 * dot, x + 4 * dot, y, 8 * dot) for x, y in pixels]
+    taken = [(x - 4 * dot, x + 4 * dot, y) for x, y in pixels]
     line = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3, "relpos": (0, 0.5)}
-    for point, (_, y), height in zip(points, pixels, apart(labels, markers), strict=True):
+    for point, (x, y) in sorted(zip(points, pixels, strict=True), key=lambda pair: pair[1][1]):
+        left, right, height = x + GAP * dot, x + (GAP + 5.2 * len(point.title)) * dot, y
+        while any(left < end and start < right and abs(height - middle) < 11 * dot for start, end, middle in taken):
+            height += 1
+        taken.append((left, right, height))
         axes.annotate(
             point.title,
             (point.params, point.value.mean),

@@ -75,17 +75,12 @@ def latex(table: Table) -> str:
     """Needs the package pifont for check marks."""
     heads, *rows = (" & ".join(row) + r" \\" for row in _texts(table, LATEX, r"\textbf{%s}", r"\underline{%s}"))
     caption = ". ".join([table.caption, *(note.rstrip(".") for note in table.notes)]) + "."
-    lines = [
-        r"\begin{table}[t]",
-        r"\centering",
-        rf"\caption{{{caption.translate(LATEX)}}}",
-        rf"\label{{tab:{table.name}}}",
-        rf"\begin{{tabular}}{{l{'r' * len(table.headings)}}}",
-        *(r"\hline", heads, r"\hline", *rows, r"\hline"),
-        r"\end{tabular}",
-        r"\end{table}",
-    ]
-    return "\n".join(lines)
+    begin = rf"""\begin{{table}}[t]
+\centering
+\caption{{{caption.translate(LATEX)}}}
+\label{{tab:{table.name}}}
+\begin{{tabular}}{{l{"r" * len(table.headings)}}}"""
+    return "\n".join([begin, r"\hline", heads, r"\hline", *rows, r"\hline", "\\end{tabular}\n\\end{table}"])
 
 
 def _texts(table: Table, escapes: dict[int, str], best: str, second: str) -> list[list[str]]:
