@@ -25,19 +25,7 @@ COLOURS = ["#2f7ed8", "#e0702b", "#2ca27b", "#c4519e", "#8f6bd6", "#b08a1e", "#d
 """Told apart by the colour-blind, and visible on white and on black."""
 DASHES = ("-", "--", ":", "-.")
 DPI = 150
-STYLE = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.25,
-    "lines.linewidth": 1.5,
-    "legend.frameon": False,
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "bitgraft",  # the same figure gives the same bytes
-    "pdf.fonttype": 42,
-}
+STYLE = Path(__file__).with_suffix(".mplstyle")
 UNDATED = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 Panel = Callable[["Axes"], None]
@@ -53,7 +41,7 @@ def matplotlib_figure() -> Iterator[type["Figure"]]:
         from matplotlib.figure import Figure
     except ImportError as cause:
         raise FigureError("figures need matplotlib, which is not installed: pip install 'bitgraft[figures]'") from cause
-    with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
+    with matplotlib.rc_context(fname=STYLE):
         yield Figure
 
 
