@@ -1,4 +1,4 @@
-"""One side of a comparison of training steps: `python -m benchmarks.side METHOD NETWORK BATCH PIXELS`."""
+"""One variant of a training step, timed in its own process: `python -m benchmarks.side METHOD NETWORK BATCH PIXELS`."""
 
 import sys
 from collections.abc import Callable

@@ -15,6 +15,7 @@ def record(
         "row": row,
         "title": row.capitalize(),
         "method": row,
+        "joint": row == "adapters-joint",
         "options": {},
         "dataset": dataset,
         "seed": seed,

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from bitgraft import Network, TaskError, fit
 from bitgraft.training import cpu
 from bitgraft.training.callbacks import Callback
-from bitgraft.training.config import preset
+from bitgraft.training.presets import preset
 
 
 def network(**options) -> Network:

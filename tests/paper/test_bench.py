@@ -21,9 +21,9 @@ from bitgraft.cli.bench import table
 from bitgraft.errors import SuiteError
 from bitgraft.methods import registry
 from bitgraft.network import Network
-from bitgraft.paper.bench import pools, reading, record, runner, submission, worker
-from bitgraft.paper.bench.pools import Ended, Local, Place
+from bitgraft.paper.bench import reading, record, runner, submission, worker
 from bitgraft.paper.bench.reading import load_suite, parse
+from bitgraft.paper.bench.runner import Ended, Local, Place
 from bitgraft.paper.bench.suite import Cell, on_all_labels, on_backbone, settings
 from bitgraft.paper.report.published import published_table
 from bitgraft.paper.report.records import read_records, read_suites
@@ -79,7 +79,7 @@ def kept(place, row, dataset, seed=0):
     [
         ({"rows": []}, "at least one of"),
         ({"row": []}, "has no setting 'row'; did you mean 'rows'"),
-        ({"rows": [{"row": "full"}]}, r"\[\[rows\]\] 1 lacks 'method'"),
+        ({"rows": [{"row": "full"}]}, "rows 1 lacks 'method'"),
         ({"rows": [{"row": "a", "method": "ful"}]}, "row a: there is no method 'ful'; did you mean 'full'"),
         ({"rows": [{"row": "a", "method": "full", "options": {"k9": 1}}]}, "row a: method 'full' has no option 'k9'"),
         ({"rows": [{"row": "a", "method": "full", "config": {"epoch": 1}}]}, "row a: there is no setting 'epoch'"),
@@ -87,12 +87,12 @@ def kept(place, row, dataset, seed=0):
         ({"rows": [{"row": "../a", "method": "full"}]}, "the row '../a' is a folder's name"),
         ({"rows": [SMALL["rows"][0]] * 2}, "two of the rows are called 'full'"),
         ({"datasets": [{"name": "a", "data": "a", "images": {"dev": 1}}]}, "not 'dev'"),
-        ({"backbone": {}}, r"\[backbone\] lacks 'name'"),
+        ({"backbone": {}}, "backbone lacks 'name'"),
         ({"preset": "slow"}, "there is no preset 'slow'"),
-        ({"seeds": 3}, "the file: seeds is 3, not a list, each a whole number"),
-        ({"seeds": [0, "1"]}, "not a list, each a whole number"),
+        ({"seeds": 3}, "seeds is 3, not a list"),
+        ({"seeds": [0, "1"]}, "seeds 2 is '1', not a whole number"),
         ({"form": "tables"}, "form is 'tables', not one of 'accuracy', 'decathlon', 'ablation'"),
-        ({"datasets": 5}, r"datasets must be tables, \[\[datasets\]\]"),
+        ({"datasets": 5}, "datasets is 5, not a list"),
         ({"datasets": [{"name": "a", "data": "a", "classes": "2"}]}, "classes is '2', not a whole number"),
         ({"baseline": "finetune"}, "the baseline is 'finetune', which is none of the rows"),
         ({"rows": [{"row": "original", "method": "full"}]}, "no row can be called 'original'"),
@@ -174,7 +174,7 @@ def test_the_ablation_learns_what_the_paper_says():
     for row, printed in zip(load_suite("ablation").rows, published_table("ablation", "", ["cubs"]).rows, strict=True):
         options = registry.get(row.method).with_options(row.options)
         words = {"learn": "✓", "auto": "1"}
-        assert tuple(words.get(v) or f"{v:g}" for v in (getattr(options, f"k{i}") for i in range(4))) == printed.k
+        assert [words.get(v) or f"{v:g}" for v in (getattr(options, f"k{i}") for i in range(4))] == printed.k
         assert (options.surrogate == "sigmoid") == ("Sigmoid" in row.title)
         assert (options.per == "channel") == ("channel" in row.title)
         assert options.norms == (row.title not in ("Piggyback", "Piggyback*"))
@@ -318,11 +318,10 @@ def test_a_run_that_fails_does_not_hold_up_the_others(place):
 
     boards = []
 
-    class Watcher:
-        def changed(self, board):
-            boards.append((len(board.done), len(board.failed), len(board.left)))
+    def changed(board):
+        boards.append((len(board.done), len(board.failed), len(board.left)))
 
-    board = runner.run(held, place, pool, [Watcher()])
+    board = runner.run(held, place, pool, changed)
     assert (len(board.done), [ended.fault for ended in board.failed]) == (2, ["no luck"] * 2)
     assert boards == [(0, 0, 4), (1, 0, 3), (2, 0, 2), (2, 1, 1), (2, 2, 0)]
 
@@ -340,8 +339,8 @@ def test_a_killed_worker_is_reported_and_its_run_goes_on(place):
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
 
-    line = pools.job(held, cell, place)
-    fault = pools.work(line, lambda process: threading.Thread(target=kill, args=(process,), daemon=True).start())
+    line = runner.job(held, cell, place)
+    fault = runner.work(line, lambda process: threading.Thread(target=kill, args=(process,), daemon=True).start())
     assert fault == "the process was ended by signal 9"
     assert going[0].returncode == -signal.SIGKILL
     assert not (state.parent / "record.json").exists()
@@ -357,14 +356,14 @@ def test_a_worker_whose_parent_is_gone_keeps_its_state_and_leaves(place):
     held = small(datasets=SMALL["datasets"][:1], rows=SMALL["rows"][:1], config={**SMALL["config"], "epochs": 500})
     command = [sys.executable, "-m", "bitgraft.paper.bench.worker"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        process.stdin.write(pools.job(held, next(held.cells()), place) + "\n")
+        process.stdin.write(runner.job(held, next(held.cells()), place) + "\n")
         process.stdin.flush()
         folder = place.runs / "full" / "seed-0" / "runs" / "photos"
         while not (folder / "metrics.jsonl").exists():
             assert process.poll() is None
             time.sleep(0.01)
         process.stdin.close()
-        assert process.wait() == pools.STOPPED
+        assert process.wait() == runner.STOPPED
     assert (folder / "state.pt").exists()
 
 
@@ -379,7 +378,7 @@ def test_the_command(place, capsys, monkeypatch):
     code, out, err = run("mine.toml", "--seeds", "1", "--threads", "1", "--json")
     assert (code, json.loads(out)["done"]) == (0, 1), err
     assert Path("runs/mine/head/seed-1/runs/photos/record.json").exists()
-    assert json.loads(Path("runs/mine/suite.json").read_text())["rows"] == [{"row": "head", "title": "head"}]
+    assert json.loads(Path("runs/mine/suite.json").read_text())["rows"] == [{"row": "head", "title": ""}]
     assert run("mine.toml", "--plan")[1].splitlines()[0] == "1 runs are done, 1 are left"
     assert run("mine.toml", "--rows", "tail")[0] == 1
     assert run("mine.toml", "--seeds", "a")[0] == 2
@@ -412,7 +411,7 @@ def test_on_ray_a_lost_worker_is_replaced(place, monkeypatch):
         held = small(rows=SMALL["rows"][1:], config={**SMALL["config"], "epochs": 30})
         killer = threading.Thread(target=lambda: os.kill(_worker_of_ray(), signal.SIGKILL), daemon=True)
         killer.start()
-        board = runner.run(held, place, pools.Ray(None))
+        board = runner.run(held, place, runner.Ray(None))
         killer.join()
     finally:
         ray.shutdown()
@@ -499,7 +498,7 @@ def test_a_backbone_can_be_trained_first(place):
     assert (found["bits"], found["last"]["epoch"], found["config"]["epochs"]) == (0, 5, 5)
     stores = [Store(place.runs / row / "seed-0") for row in ("finetune", "head")]
     assert len({store.fingerprint for store in stores}) == 1
-    worker._try_original(held, first, place.root, place.runs, 0)  # the weights that tasks are added to
+    worker.try_original(worker.Run(held, first, place.root, place.runs))  # the weights that tasks are added to
     assert kept(place, "original", "photos")["last"]["test_accuracy"] == found["last"]["test_accuracy"]
     assert not any(str(place.root) in json.dumps(kept(place, row, "again")) for row in ("finetune", "head"))
 
@@ -534,6 +533,26 @@ def test_settings_of_a_plain_backbone_are_those_of_older_records():
         "weights": None,
         "pretrained": True,
     }
+
+
+def test_records_with_the_old_names_of_settings_are_found(tmp_path):
+    """Long runs that an older bitgraft made are not made again."""
+    held = load_suite("imagenet-to-sketch-mini").chosen(rows=["full"], datasets=["flowers"])
+    (cell,) = held.cells()
+    config = asdict(held.config_of(held.rows[0], held.datasets[0], 0))
+    old = {"scale_k2_by_r": "follow", "gradient_centralization": "centre", "mean_shift_correction": "level"}
+    old |= {"clip_to_ema_norm": "steady", "head_init": "head_start", "k1": "shift"}
+    roles = {
+        name: {old.get(role, role): value for role, value in config[name].items()} for name in ("rates", "optimizers")
+    }
+    renamed = {old.get(name, name): value for name, value in (config | roles).items()}
+    path = record.record_path(tmp_path, cell, "flowers")
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"settings": settings(held, held.rows[0], held.datasets[0]), "config": renamed}))
+    assert runner.plan(held, tmp_path).done == [cell]
+    path.write_text(path.read_text().replace('"follow": 0.0', '"follow": 0.1'))
+    with pytest.raises(SuiteError, match=r"made with other settings \(scale_k2_by_r\)"):
+        runner.plan(held, tmp_path)
 
 
 def test_labels_of_the_backbones_own_data_are_left_to_try_it_on():

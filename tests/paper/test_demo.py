@@ -17,7 +17,8 @@ from rich.console import Console
 from bitgraft.data.images import Images, Splits
 from bitgraft.errors import FigureError
 from bitgraft.paper import demo, demo_page
-from bitgraft.paper.page import document, drawing, picture, table
+from bitgraft.paper.demo_page import Answer, as_svg
+from bitgraft.paper.figures import draw, draw_curves
 from bitgraft.store import Backbone, Store
 from bitgraft.training import callbacks
 
@@ -95,7 +96,7 @@ def test_the_page_is_whole_in_itself(done):
     assert all(value.startswith(("#", "data:image/png;base64,")) for value in outline.fetched)
     assert not re.search(r"url\((?!#)|@import|<script|<link|<iframe", page)
     assert outline.tags["img"] == 2 * demo.SHOWN
-    assert outline.tags["svg"] == 2 * 2 + 2 * 2  # loss and accuracy, ones and k, for each data set
+    assert outline.tags["svg"] == 2 * 2  # learning curves, and masks and k, for each data set
     assert outline.tags["tr"] == 1 + 6
 
 
@@ -105,7 +106,8 @@ def test_the_page_is_true_to_what_was_found(done):
     assert "are bit-identical before the first task and after the last" in page
     assert "squares &lt;again&gt;" in page
     for row in found.rows:
-        assert f"<td>{100 * row.accuracy:.1f} %</td><td>{row.kilobytes:,.0f} kB</td>" in page
+        cells = f"<td>{100 * row.accuracy:.1f} %</td><td>{row.kilobytes:,.0f} kB</td>"
+        assert cells in re.sub("</?b>", "", page)
     right = sum(answer.said == answer.truth for shown in found.shown.values() for answer in shown.answers)
     assert (page.count("✓"), page.count("✗")) == (right, 2 * demo.SHOWN - right)
 
@@ -132,8 +134,9 @@ def test_a_cap_keeps_the_share_of_each_class():
     assert demo.capped(splits, 100) is splits
 
 
-def test_the_commonest_class():
-    assert demo_page.commonest([0, 1, 1, 1]) == 0.75
+def test_the_share_of_the_most_frequent_class_is_shown(done):
+    assert {shown.majority for shown in done[2].shown.values()} == {3 / 9}
+    assert "of which the most frequent class is 33 %" in (done[0] / "report.html").read_text()
 
 
 def test_pace_leaves_validation_out(monkeypatch):
@@ -156,18 +159,20 @@ def test_without_matplotlib_nothing_is_trained(monkeypatch, tmp_path):
     assert not (tmp_path / "demo").exists()
 
 
-def test_words_are_no_markup():
-    page = document("<b>", [table("<i>", ["<u>"], [["<s>"]]), picture(Image.new("L", (8, 8)), "plain")])
-    assert not re.search("<[bius]>", page)
-    Outline(page)
+def test_names_are_no_markup(done, tmp_path):
+    _, _, found = done
+    answers = [Answer(Image.new("L", (8, 8)), "<b>said</b>", 0.5, "<i>true</i>")]
+    shown = {data: replace(one, answers=answers, about="<s>about</s>") for data, one in found.shown.items()}
+    demo_page.write(replace(found, backbone="<u>net</u>", shown=shown), tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "&lt;b&gt;said" in page
+    assert not re.search("<[ius]>|<b>said", page)
 
 
 def test_drawings_take_on_the_colours_of_the_page():
-    from bitgraft.paper.figures import draw, draw_curves
-
     records = [{"epoch": 1, "train_loss": 1.0}]
     drawn = [
-        drawing(draw([[lambda axes, name=name: draw_curves(axes, {name: records}, "loss")]]), name)
+        as_svg(draw([[lambda axes, name=name: draw_curves(axes, {name: records}, "loss")]]), name)
         for name in ("a", "b")
     ]
     assert all("currentColor" in svg and "#000000" not in svg for svg in drawn)

@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from records import record, write
 
 from bitgraft.errors import DataError
-from bitgraft.paper.report.cost import cost_table
 from bitgraft.paper.report.published import published_table, published_tables
 from bitgraft.paper.report.records import Suite, as_lines, read_records, read_suites
+from bitgraft.paper.report.render import Table
 from bitgraft.paper.report.results import Results, accuracy, gather, stat
-from bitgraft.paper.report.table import Table, marks
 from bitgraft.paper.report.tables import (
     ablation_table,
     accuracy_table,
     baselines_of,
+    cost_table,
     decathlon_table,
+    marks,
     score_table,
     tables,
 )
@@ -79,15 +80,15 @@ def test_records_are_found_at_any_depth_and_gathered_by_suite_and_backbone(tmp_p
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"format": 2}, "is a record of format 2, this bitgraft reads format 1"),
-        ({"row": None}, "row is None, not a name"),
-        ({"last": {"test_accuracy": 80.0}}, "the test accuracy of last is 80.0, not between 0 and 1"),
+        ({"format": 2}, "it has format 2, this bitgraft reads format 1"),
+        ({"row": None}, "row is None, not a text"),
+        ({"last": {"test_accuracy": 80.0}}, "last: test_accuracy is 80.0, not between 0 and 1"),
         ({"last": {"test_accuracy": float("nan")}}, "is nan, not between 0 and 1"),
-        ({"selected": {"val_accuracy": -1}}, "the val accuracy of selected is -1, not between 0 and 1"),
+        ({"selected": {"val_accuracy": -1}}, "selected: val_accuracy is -1, not between 0 and 1"),
         ({"bits": -1}, "bits is -1"),
-        ({"bits": "many"}, "could not convert"),
+        ({"bits": "many"}, "bits is 'many', not a number"),
         ({"seconds": float("inf")}, "seconds is inf"),
-        ({"config": 3}, "is no record of a run"),
+        ({"config": 3}, "config is 3, not a table"),
     ],
 )
 def test_records_that_make_no_sense_are_refused_with_their_file(
@@ -103,7 +104,7 @@ def test_a_record_without_a_key_and_a_torn_one_are_refused(tmp_path: Path) -> No
     whole = record()
     del whole["bits"]
     write(tmp_path / "a", whole)
-    with pytest.raises(DataError, match="'bits' is missing"):
+    with pytest.raises(DataError, match="lacks 'bits'"):
         read_records(tmp_path / "a")
     write(tmp_path / "b", record())
     file = tmp_path / "b" / "deep" / "0" / "record.json"
@@ -162,7 +163,7 @@ def test_a_bad_line_is_named_by_its_number(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot read .*records\.jsonl, line 4: "):
         read_records(file)
     file.write_text(json.dumps({**record(), "bits": -1}))
-    with pytest.raises(DataError, match=r"records\.jsonl, line 1 is no record of a run: bits is -1"):
+    with pytest.raises(DataError, match=r"records\.jsonl, line 1 is not a record of a run: bits is -1"):
         read_records(file)
 
 
@@ -172,7 +173,7 @@ def test_a_bad_line_is_named_by_its_number(tmp_path: Path) -> None:
 )
 def test_a_suite_that_makes_no_sense_is_refused(tmp_path: Path, suite: Mapping[str, Any]) -> None:
     write(tmp_path, record(), suite=suite)
-    with pytest.raises(DataError, match=r"suite\.json does not describe a suite"):
+    with pytest.raises(DataError, match=r"suite\.json is not a description of a suite"):
         read_suites(tmp_path)
 
 
@@ -512,5 +513,5 @@ def test_cost_without_finetuning_or_from_several_machines_says_so(tmp_path: Path
 def test_a_suite_without_records_of_its_name_changes_nothing(tmp_path: Path) -> None:
     write(tmp_path, record(), suite={"name": "another", "rows": [{"row": "x"}]})
     (one,) = gather(read_records(tmp_path), read_suites(tmp_path))
-    assert one.suite == Suite("mini", title="mini")
+    assert one.suite == Suite("mini")
     assert list(one.rows) == ["full"]

@@ -11,16 +11,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import record, write
 
 from bitgraft.cli import main as cli
-from bitgraft.paper.drawing import rendered
-from bitgraft.paper.report.figures import Box, Point, against_parameters, apart
-from bitgraft.paper.report.render import comma_separated, html, latex, markdown
+from bitgraft.paper.figures import rendered
+from bitgraft.paper.report.figures import Point, against_parameters
+from bitgraft.paper.report.render import Cell, Line, Table, comma_separated, from_template, latex, markdown
 from bitgraft.paper.report.results import Stat
-from bitgraft.paper.report.table import Cell, Line, Table, figure, number
+from bitgraft.paper.report.tables import number
 from bitgraft.paper.report.write import usual_place, write_report
 from bitgraft.paper.scores import domain_titles
 
@@ -42,7 +42,7 @@ def table(title: str = "Full", heading: str = "GTSR") -> Table:
         corner="Method",
         headings=("Params", heading),
         lines=(
-            Line(title, (figure(1.171, 2), Cell(best.text, best.value, best.sd, best.n, best.spread, "best"))),
+            Line(title, (number(1.171, 2), Cell(best.text, best.value, best.sd, best.n, best.spread, "best"))),
             Line("Simple", (Cell("–"), Cell("79.0", 79.0, None, 1, "", "second"))),
         ),
         notes=("a note.",),
@@ -133,7 +133,7 @@ class Reader(HTMLParser):
 
 def test_html() -> None:
     reader = Reader()
-    reader.feed(html(table()))
+    reader.feed(from_template("report.html", title="title", tables=[table()], figures={}, origin="origin"))
     assert reader.open == []
     assert reader.cells == ["Method", "Params", "GTSR", "Full", "1.17", "80.0 ± 1.3", "Simple", "–", "79.0"]
     assert {"b", "u", "caption", "ul"} <= reader.seen
@@ -142,7 +142,7 @@ def test_html() -> None:
 def test_names_cannot_break_a_format() -> None:
     odd = table(title=NASTY, heading=NASTY)
     reader = Reader()
-    reader.feed(html(odd))
+    reader.feed(from_template("report.html", title=NASTY, tables=[odd], figures={NASTY: NASTY}, origin=NASTY))
     assert reader.cells.count(NASTY) == 2
     assert "script" not in reader.seen
     bars = [line for line in markdown(odd).splitlines() if line.startswith("|")]
@@ -153,25 +153,17 @@ def test_names_cannot_break_a_format() -> None:
     assert next(csv.reader(io.StringIO(comma_separated(odd))))[2] == NASTY
 
 
-BOXES = st.builds(
-    lambda left, width, middle: Box(left, left + width, middle, 10),
-    st.floats(0, 100),
-    st.floats(1, 60),
-    st.floats(0, 50),
-)
-
-
-@given(st.lists(BOXES, max_size=12), st.lists(BOXES, max_size=6))
-def test_names_in_a_figure_never_meet(names: list[Box], signs: list[Box]) -> None:
-    placed = [name._replace(middle=height) for name, height in zip(names, apart(names, signs), strict=True)]
-    for place, name in enumerate(placed):
-        for other in [*signs, *placed[:place]]:
-            beside = name.left < other.right and other.left < name.right
-            assert not beside or abs(name.middle - other.middle) >= 10 - 1e-6
-
-
-def test_a_name_with_room_stays_at_its_point() -> None:
-    assert apart([Box(0, 10, 5, 10), Box(0, 10, 30, 10)], [Box(20, 30, 5, 10)]) == [5, 30]
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.tuples(st.floats(1, 20), st.floats(0, 3000)), min_size=1, max_size=12))
+def test_labels_in_a_figure_never_meet(values: list[tuple[float, float]]) -> None:
+    points = [Point(f"Method {i}", params, Stat(value, None, 1)) for i, (params, value) in enumerate(values)]
+    drawn = against_parameters(points, "S", "title")
+    drawn.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in drawn.axes[0].texts]
+    for place, box in enumerate(boxes):
+        for other in boxes[:place]:
+            beside = box.x0 < other.x1 and other.x0 < box.x1
+            assert not beside or box.y0 >= other.y1 - 6 or other.y0 >= box.y1 - 6  # an arrow's end, and descenders
 
 
 def test_one_point_and_equal_points_can_be_drawn() -> None:

@@ -78,7 +78,7 @@ def bench(
     from rich.console import Console
     from rich.live import Live
 
-    from bitgraft.paper.bench.pools import Local, Place, Ray
+    from bitgraft.paper.bench.runner import Local, Place, Ray
     from bitgraft.paper.bench.submission import write_submission
 
     place = Place(root, folder, threads or max(1, (os.cpu_count() or 1) // jobs), workers)
@@ -86,7 +86,7 @@ def bench(
     runner.describe(whole, folder)
     console = Console(stderr=True, quiet=as_json)
     with Live(console=console, auto_refresh=False, transient=not console.is_terminal) as live:
-        board = runner.run(chosen, place, pool, [_Progress(live, folder)])
+        board = runner.run(chosen, place, pool, _Progress(live, folder).changed)
     failed = {str(ended.cell): ended.fault for ended in board.failed}
     show(as_json, {"done": len(board.done), "failed": failed, "runs": str(folder)})
     for cell, fault in failed.items():

@@ -100,7 +100,8 @@ def train(
 def _config(given: Mapping[str, Any]) -> "Config":
     """The preset as it is for the method, with the options that were given; they have the settings' names."""
     from bitgraft.errors import TrainingError
-    from bitgraft.training.config import Config, preset
+    from bitgraft.training.config import Config
+    from bitgraft.training.presets import preset
 
     changes = {f.name: given[f.name] for f in fields(Config) if given.get(f.name) is not None}
     changes["rates"] = opt.by_role(given["rate"], "--rate")

@@ -1,11 +1,11 @@
-"""What tasks cost, from a network's shapes alone: the paper's "# Params" rows, and beside them the size of the files.
+"""The size of tasks, from a network's shapes alone: the paper's "# Params" rows, and the size of task files.
 
 Everything is counted on the meta device, where tensors have shapes but take no memory.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,30 +14,31 @@ from bitgraft.backbone.anatomy import Anatomy, unknown_head
 from bitgraft.backbone.loading import read_backbone
 from bitgraft.format.archive import COUNTER
 from bitgraft.methods import packnet, registry
+from bitgraft.paper.report.published import published
 from bitgraft.task import Metadata, Task
 from bitgraft.transforms.bits import packed_size
 
 
 @dataclass(frozen=True)
 class Row:
-    """What all tasks of one method cost together."""
+    """All tasks of one method."""
 
     method: str
     bits: float
-    """What one added task costs as the paper counts: no classifier, no running statistics (mean over the tasks)."""
+    """Of one added task, as the paper counts: no classifier, no running statistics (mean over the tasks)."""
     file_bytes: float
-    """The size of its file, classifier apart, running statistics and header included (mean over the tasks)."""
+    """Its file without the classifier, with running statistics and header (mean over the tasks)."""
     relative: float
     """1 + bits · (tasks - 1) / (32 N), N the backbone's parameters without its classifier."""
     relative_files: float
-    """The same from the files: the backbone's parameters and all task files against the backbone alone."""
+    """The same from the files: (backbone + all task files) / backbone."""
     printed: str | None = None
     """What the paper prints."""
 
 
 @dataclass(frozen=True)
 class Account:
-    """One backbone, so many tasks (its own among them), and a row for each method."""
+    """One backbone, a number of tasks (its own included), and a row for each method."""
 
     backbone: str
     tasks: int
@@ -45,44 +46,12 @@ class Account:
     rows: tuple[Row, ...]
 
 
-@dataclass(frozen=True)
-class Printed:
-    """A "# Params" row of the paper."""
-
-    backbone: str
-    tasks: int
-    relative: Mapping[str, str] = field(default_factory=dict)
-
-
-SKETCH = {"classifier": "1", "packnet": "1.10", "piggyback": "1.16", "piggyback-bn": "1.17"}
-PAPER = (
-    Printed("resnet50", 6, {**SKETCH, "simple": "1.17", "full": "1.17", "finetune": "6"}),
-    Printed(
-        "densenet121",
-        6,
-        {
-            **SKETCH,
-            "packnet": "1.11",
-            "piggyback": "1.15",
-            "piggyback-bn": "1.21",
-            "simple": "1.21",
-            "full": "1.21",
-            "finetune": "6",
-        },
-    ),
-    Printed(
-        "wrn-28-4",
-        10,
-        {"classifier": "1", "piggyback": "1.28", "simple": "1.29", "full": "1.29", "dan": "2.17", "finetune": "10"},
-    ),
-    Printed("resnet26", 10, {"adapters-series": "2", "adapters-joint": "2", "adapters-parallel": "2"}),
-)
-"""Its ImageNet-to-Sketch and decathlon tables; the authors of residual adapters count theirs on their own network."""
-
-
 def paper_accounts() -> list[Account]:
     """The paper's rows, counted."""
-    return [account(read_backbone(p.backbone), p.tasks, p.backbone, p.relative, list(p.relative)) for p in PAPER]
+    return [
+        account(read_backbone(one["backbone"]), one["tasks"], one["backbone"], one["printed"], list(one["printed"]))
+        for one in published()["params"]
+    ]
 
 
 def account(
@@ -92,7 +61,7 @@ def account(
     printed: Mapping[str, str] | None = None,
     methods: list[str] | None = None,
 ) -> Account:
-    """Count each method (by default all) on a backbone that does so many tasks in the end, its own among them."""
+    """Count each method (by default all) for a number of tasks, the backbone's own included."""
     if not anatomy.head_known:
         raise unknown_head(anatomy.backbone)
     head = set(anatomy.head_names())
@@ -116,7 +85,7 @@ def account(
 
 
 def file_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """A task file with these tensors: their bytes and their entries in the header; metadata adds about 1 kB."""
+    """The size of a task file with these tensors: their bytes and the header's entries. Metadata adds about 1 kB."""
     start, header = 0, {}
     for name, tensor in tensors.items():
         end = start + tensor.nbytes
@@ -126,31 +95,26 @@ def file_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def _cost(anatomy: Anatomy, method: registry.Method) -> tuple[int, int]:
+    """Bits and bytes of one task without a head, as `bitgraft.format.archive` would write it."""
     transforms = registry.transforms(method, anatomy, method.options, None)
     owned = registry.owned(method, anatomy, method.options)
     task = Task(Metadata(method.name, method.name, {}, "keep"), anatomy, transforms, owned, None)
-    return task.bits(statistics=False), file_bytes(_filed(task))
-
-
-def _filed(task: Task) -> dict[str, Tensor]:
-    """What the file of a task without a head holds, as `bitgraft.format.archive` fills it, but on any device."""
     held = dict(task.owned)
     for name, transform in task.transforms.items():
         held |= {f"{name}:{part}": tensor for part, tensor in transform.parts().items()}
-    return {key: tensor for key, tensor in held.items() if not key.endswith(COUNTER)}
+    written = {key: tensor for key, tensor in held.items() if not key.endswith(COUNTER)}
+    return task.bits(statistics=False), file_bytes(written)
 
 
 def _packed_cost(anatomy: Anatomy, method: registry.Method, tasks: int) -> tuple[float, float]:
-    """PackNet, which needs values to be built, counted by its definition.
+    """PackNet by its definition: building a task would need the values of the weights.
 
-    The paper counts all its tasks together: each weight belongs to one of them, and so many bits say to which. A file
-    also holds the values that its task owns; together the files own what the backbone gave up, each weight once.
+    The paper counts all tasks together: each weight belongs to one of them, and a few bits say to which. A file also
+    holds the values that its task owns; together the files own what the backbone gave up, each weight once.
     """
-    if tasks < 2:
-        return 0.0, 0.0
     options = method.options
     assert isinstance(options, packnet.PacknetOptions)
-    added, sizes = tasks - 1, {name: weight.shape.numel() for name, weight in anatomy.weights.items()}
+    added, sizes = max(1, tasks - 1), {name: weight.shape.numel() for name, weight in anatomy.weights.items()}
     bits = sum(sizes.values()) * (tasks - 1).bit_length()  # 3 for up to 8 tasks
     held = {}
     for name, size in sizes.items():

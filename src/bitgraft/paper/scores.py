@@ -3,7 +3,7 @@
 import json
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,21 +12,6 @@ from typing import Any
 from bitgraft.errors import DataError
 
 PERFECT = 1000.0
-NUMBERS = (
-    "aircraft",
-    "cifar100",
-    "daimlerpedcls",
-    "dtd",
-    "gtsrb",
-    "imagenet12",
-    "omniglot",
-    "svhn",
-    "ucf101",
-    "vgg-flowers",
-)
-"""The challenge numbers its domains from 1 in this order; an image's id is 10 million times that, and something."""
-BLOCK = 10_000_000
-NOWHERE = "of no domain"
 
 
 def decathlon_score(error: float, baseline: float) -> float:
@@ -55,7 +40,7 @@ class Labels:
 
     domain: str
     answers: Mapping[int, int]
-    """The category of each image, by their ids."""
+    """Category ids by image id."""
     categories: frozenset[int]
 
 
@@ -105,46 +90,63 @@ def challenge_baselines() -> Baselines:
 
 
 def domain_titles() -> dict[str, str]:
-    """The ten domains in the order of the paper's tables, and what they are called there."""
+    """The ten domains in the order of the paper's tables, and their titles there."""
     return dict(_challenge()["titles"])
 
 
 def read_baselines(file: Path) -> Baselines:
     """A TOML file with a table `errors`: the error of each domain in per cent."""
-    try:
-        errors = tomllib.loads(file.read_text(encoding="utf-8"))["errors"]
-        checked = {str(domain): _percentage(error) for domain, error in errors.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise DataError(
-            f"cannot read baseline errors in {file}: {_why(problem)}; "
-            "it takes a table [errors] with a line such as gtsrb = 2.47 for each domain, in per cent"
-        ) from problem
-    return Baselines(checked, str(file))
+    errors = _read(file, "baseline errors in", lambda content: tomllib.loads(content.decode())["errors"])
+    remedy = "it takes a table [errors] with a line such as gtsrb = 2.47 for each domain, in per cent"
+    if not isinstance(errors, dict):
+        raise DataError(f"cannot read baseline errors in {file}: {remedy}")
+    for error in errors.values():
+        if type(error) not in (int, float) or not 0 < error <= 100:
+            raise DataError(f"cannot read baseline errors in {file}: {error!r} is not between 0 and 100; {remedy}")
+    return Baselines(errors, str(file))
 
 
 def read_labels(folder: Path) -> list[Labels]:
     """Every `<domain>_test.json` in a folder of annotations, in the order of the paper's tables."""
-    suffix = "_test.json"
-    found = {file.name.removesuffix(suffix): file for file in sorted(folder.glob(f"*{suffix}"))}
-    if not found:
-        raise DataError(
-            f"there are no test labels in {folder}: no file called <domain>{suffix}, as the devkit calls them"
-        )
-    order = [*(name for name in domain_titles() if name in found), *(n for n in found if n not in domain_titles())]
-    labels = [_read_labels(found[name], name) for name in order]
-    _check_apart(labels)
+    suffix, order = "_test.json", list(domain_titles())
+    files = {file.name.removesuffix(suffix): file for file in sorted(folder.glob(f"*{suffix}"))}
+    if not files:
+        raise DataError(f"there are no test labels in {folder}: no file is called <domain>{suffix}, as in the devkit")
+    found = sorted(files, key=lambda name: order.index(name) if name in order else len(order))
+    labels = [_read_labels(files[name], name) for name in found]
+    homes: dict[int, str] = {}
+    for one in labels:
+        for image in one.answers:
+            if homes.setdefault(image, one.domain) != one.domain:
+                raise DataError(f"image id {image} is in the annotations of both {homes[image]} and {one.domain}")
     return labels
+
+
+def _read_labels(file: Path, domain: str) -> Labels:
+    def parse(text: bytes) -> tuple[list[int], dict[int, int], frozenset[int]]:
+        content = json.loads(text)
+        images = [int(image["id"]) for image in content["images"]]
+        answers = {int(a["image_id"]): int(a["category_id"]) for a in content.get("annotations", ())}
+        return images, answers, frozenset(int(category["id"]) for category in content["categories"])
+
+    images, answers, categories = _read(file, "the annotations", parse)
+    if not images or set(images) != set(answers):
+        bare = len(set(images) - set(answers))
+        raise DataError(f"{file} has no label for {bare} of its {len(images)} images; a stripped file cannot be scored")
+    if strange := set(answers.values()) - categories:
+        raise DataError(f"{file}: {len(strange)} labels are not among its categories, first {min(strange)}")
+    return Labels(domain, answers, categories)
 
 
 def read_submission(file: Path) -> list[tuple[int, int]]:
     """The challenge's format: one flat list of {"image_id", "category_id"}."""
-    entries = _read_json(file, "the submission")
+    entries = _read(file, "the submission", json.loads)
     if not isinstance(entries, list):
         raise DataError(f'{file} is no submission: it takes one list of {{"image_id": ..., "category_id": ...}}')
     pairs = []
     for place, entry in enumerate(entries):
         image, category = (entry.get("image_id"), entry.get("category_id")) if isinstance(entry, dict) else (None, None)
-        if type(image) is not int or type(category) is not int:  # true is an int to isinstance
+        if type(image) is not int or type(category) is not int:  # isinstance takes true for an int
             shown = json.dumps(entry)[:80]
             raise DataError(f"{file}: entry {place} has no whole numbers image_id and category_id: {shown}")
         pairs.append((image, category))
@@ -154,21 +156,15 @@ def read_submission(file: Path) -> list[tuple[int, int]]:
 def score_submission(
     pairs: Sequence[tuple[int, int]], labels: Sequence[Labels], baselines: Baselines | None = None
 ) -> Score:
-    """Score answers (image, category), one for each image of each domain; others are refused."""
+    """Score answers (image, category); each image of each domain must be answered exactly once."""
     _check_images(pairs, labels)
     baselines, given = baselines or challenge_baselines(), dict(pairs)
     _check_categories(given, labels)
-    return Score(
-        tuple(
-            DomainScore(
-                domain=one.domain,
-                images=len(one.answers),
-                correct=sum(given[image] == category for image, category in one.answers.items()),
-                baseline=baselines.error(one.domain),
-            )
-            for one in labels
-        )
-    )
+    domains = []
+    for one in labels:
+        correct = sum(given[image] == category for image, category in one.answers.items())
+        domains.append(DomainScore(one.domain, len(one.answers), correct, baselines.error(one.domain)))
+    return Score(tuple(domains))
 
 
 def _check_images(pairs: Sequence[tuple[int, int]], labels: Sequence[Labels]) -> None:
@@ -180,7 +176,7 @@ def _check_images(pairs: Sequence[tuple[int, int]], labels: Sequence[Labels]) ->
         "unknown": [image for image in times if image not in homes],
     }
     told = [
-        f"{_count(ids)} {fault} ({_by_domain((homes.get(image) or _range(image), image) for image in ids)})"
+        f"{len(ids)} image id{' is' if len(ids) == 1 else 's are'} {fault} ({_by_domain(ids, homes)})"
         for fault, ids in faults.items()
         if ids
     ]
@@ -189,76 +185,29 @@ def _check_images(pairs: Sequence[tuple[int, int]], labels: Sequence[Labels]) ->
 
 
 def _check_categories(given: Mapping[int, int], labels: Sequence[Labels]) -> None:
-    strange = [(one.domain, image) for one in labels for image in one.answers if given[image] not in one.categories]
-    if strange:
-        verb = "answers have" if len(strange) > 1 else "answer has"
+    homes = {i: one.domain for one in labels for i in one.answers if given[i] not in one.categories}
+    if homes:
         raise DataError(
-            f"{len(strange)} {verb} a category_id that is not among the domain's categories "
-            f"(by image id: {_by_domain(strange)}); give ids as the annotations list them, not numbers from 0"
+            f"{len(homes)} answer{' has' if len(homes) == 1 else 's have'} a category_id that is not among the "
+            f"domain's categories (by image id: {_by_domain(homes, homes)}); give ids as the annotations list them, "
+            "not numbers from 0"
         )
 
 
-def _count(ids: Sequence[int]) -> str:
-    return f"{len(ids)} image ids are" if len(ids) > 1 else "1 image id is"
-
-
-def _by_domain(named: Iterable[tuple[str, int]]) -> str:
-    """How many in each domain, and the first three of them."""
+def _by_domain(images: Iterable[int], homes: Mapping[int, str]) -> str:
+    """How many images in each domain, and the first three of them."""
     groups: dict[str, list[int]] = {}
-    for domain, image in named:
-        groups.setdefault(domain, []).append(image)
+    for image in images:
+        groups.setdefault(homes.get(image, "of no domain"), []).append(image)
     return "; ".join(
         f"{domain} {len(ids)}: {', '.join(map(str, ids[:3]))}{', ...' if len(ids) > 3 else ''}"
         for domain, ids in groups.items()
     )
 
 
-def _range(image: int) -> str:
-    """The domain that an id would belong to, by the challenge's numbering."""
-    number = image // BLOCK
-    return NUMBERS[number - 1] if 1 <= number <= len(NUMBERS) else NOWHERE
-
-
-def _read_labels(file: Path, domain: str) -> Labels:
-    content = _read_json(file, "the annotations")
+def _read(file: Path, what: str, parse: Callable[[bytes], Any]) -> Any:
     try:
-        images = [int(image["id"]) for image in content["images"]]
-        answers = {int(a["image_id"]): int(a["category_id"]) for a in content.get("annotations", ())}
-        categories = frozenset(int(category["id"]) for category in content["categories"])
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise DataError(f"cannot read the annotations in {file}: {_why(problem)}") from problem
-    if not images or set(images) != set(answers):
-        bare = len(set(images) - set(answers))
-        raise DataError(f"{file} has no label for {bare} of its {len(images)} images; a stripped file cannot be scored")
-    if strange := set(answers.values()) - categories:
-        raise DataError(f"{file}: {len(strange)} labels are not among its categories, first {min(strange)}")
-    return Labels(domain, answers, categories)
-
-
-def _check_apart(labels: Sequence[Labels]) -> None:
-    homes: dict[int, str] = {}
-    for one in labels:
-        for image in one.answers:
-            if homes.setdefault(image, one.domain) != one.domain:
-                raise DataError(f"image id {image} is in the annotations of both {homes[image]} and {one.domain}")
-
-
-def _read_json(file: Path, what: str) -> Any:
-    try:
-        return json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as problem:
-        raise DataError(f"cannot read {what} {file}: {_why(problem)}") from problem
-
-
-def _percentage(error: Any) -> float:
-    if isinstance(error, bool) or not isinstance(error, int | float) or not 0 < error <= 100:
-        raise ValueError(f"{error!r} is no error between 0 and 100 per cent")
-    return float(error)
-
-
-def _why(problem: Exception) -> str:
-    if isinstance(problem, OSError) and problem.strerror:
-        return problem.strerror
-    if isinstance(problem, KeyError):
-        return f"{problem} is missing"
-    return str(problem)
+        return parse(file.read_bytes())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as fault:
+        why = f"{fault} is missing" if isinstance(fault, KeyError) else getattr(fault, "strerror", None) or fault
+        raise DataError(f"cannot read {what} {file}: {why}") from fault

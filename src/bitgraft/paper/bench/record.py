@@ -1,4 +1,4 @@
-"""What a run leaves behind: where it lies, whether it is there already, and what is in it."""
+"""What a run leaves behind: where it is, whether it is there already, and what is in it."""
 
 import datetime
 import json
@@ -17,14 +17,15 @@ import torch
 from bitgraft import __version__
 from bitgraft.backbone.anatomy import Anatomy
 from bitgraft.backbone.files import write_atomically
+from bitgraft.data.images import Splits
 from bitgraft.errors import SuiteError
 from bitgraft.methods import registry
-from bitgraft.paper.bench.suite import SPLITS, Cell, Dataset, Suite, settings
-from bitgraft.paper.report.records import FORMAT, ORIGINAL, RECORD
+from bitgraft.paper.bench.suite import SPLITS, Cell, Suite, settings
+from bitgraft.paper.report.records import FORMAT, ORIGINAL, RECORD, current_names
 from bitgraft.training.callbacks import Clock
 from bitgraft.training.checkpoint import of_task
 from bitgraft.training.config import Config
-from bitgraft.workflows.train_task import TrainData, TrainResult
+from bitgraft.workflows.train_task import TrainResult
 
 
 def store_folder(runs: Path, cell: Cell) -> Path:
@@ -41,31 +42,24 @@ def record_path(runs: Path, cell: Cell, dataset: str) -> Path:
 
 
 def finished(suite: Suite, runs: Path, cell: Cell) -> list[str]:
-    """The data sets of a run that have their record already."""
-    row = suite.row(cell.row)
+    """The data sets of a run that have a record already."""
     if suite.leads(cell) and not backbone_file(runs).exists():
         return []
-    return [
-        name
-        for name in cell.datasets
-        if _is_record_of(
-            record_path(runs, cell, name),
-            settings(suite, row, suite.dataset(name)),
-            asdict(suite.config_of(row, suite.dataset(name), cell.seed)),
-        )
-    ]
+    return [name for name in cell.datasets if _is_recorded(suite, cell, name, record_path(runs, cell, name))]
 
 
-def _is_record_of(path: Path, said: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+def _is_recorded(suite: Suite, cell: Cell, name: str, path: Path) -> bool:
+    """Whether there is a record with these settings; one with others is refused."""
+    row, dataset = suite.row(cell.row), suite.dataset(name)
     try:
-        held = json.loads(path.read_text())
-        was = {**held["settings"], **asdict(Config()), **held["config"]}  # a setting that came later had its default
+        content = json.loads(path.read_text())
+        held = asdict(Config()) | content["settings"] | current_names(content["config"])  # a later setting: its default
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, KeyError, TypeError) as fault:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
         raise SuiteError(f"the record {path} is damaged ({fault}): remove it to have the run made again") from fault
-    wanted = json.loads(json.dumps({**said, **config}))
-    if other := [name for name, value in wanted.items() if was.get(name) != value]:
+    wanted = settings(suite, row, dataset) | asdict(suite.config_of(row, dataset, cell.seed))
+    if other := [key for key, value in json.loads(json.dumps(wanted)).items() if held.get(key) != value]:
         raise SuiteError(
             f"the record {path} was made with other settings ({', '.join(other)}): give another --runs folder, or "
             "remove it"
@@ -73,41 +67,39 @@ def _is_record_of(path: Path, said: Mapping[str, Any], config: Mapping[str, Any]
     return True
 
 
-def write_run(
-    suite: Suite, cell: Cell, runs: Path, data: TrainData, outcome: TrainResult, clock: Clock, bits: int | None = None
-) -> None:
-    """The record of a task that was trained; it counts its own bits unless told otherwise."""
-    name, last = outcome.task.name, outcome.history[-1]
-    measured = {
-        "last": figures(of_task(last, name), outcome.test),
-        "selected": figures(of_task(outcome.best or last, name), outcome.best_test),
-        "bits": outcome.task.bits(statistics=False) if bits is None else bits,
-        "backbone_bits": backbone_bits(outcome.task.anatomy),
-        "file_bytes": outcome.path.stat().st_size,
+def of_run(result: TrainResult, clock: Clock) -> dict[str, Any]:
+    """What was measured on a task that was trained."""
+    name, last = result.task.name, result.history[-1]
+    return {
+        "last": accuracies(of_task(last, name), result.test),
+        "selected": accuracies(of_task(result.best or last, name), result.best_test),
+        "bits": result.task.bits(statistics=False),
+        "backbone_bits": backbone_bits(result.task.anatomy),
+        "file_bytes": result.path.stat().st_size,
         "seconds": round(clock.seconds, 2),
         "processor_seconds": round(clock.processor_seconds, 2),
         "train_images_seen": clock.images,
     }
-    write(suite, cell, runs, name, data, measured)
+
+
+def accuracies(epoch: Mapping[str, Any], tested: Mapping[str, float] | None) -> dict[str, Any]:
+    return {
+        "epoch": epoch["epoch"],
+        "train_accuracy": epoch.get("train_accuracy"),
+        "val_accuracy": epoch.get("val_accuracy"),
+        "test_accuracy": tested["accuracy"] if tested else None,
+    }
 
 
 def backbone_bits(anatomy: Anatomy) -> int:
-    """Its parameters without its head, as the paper counts."""
+    """Of its parameters without its head, as the paper counts."""
     head = set(anatomy.head_names())
     return 32 * sum(p.numel() for name, p in anatomy.backbone.named_parameters() if name not in head)
 
 
-def write(suite: Suite, cell: Cell, runs: Path, name: str, data: TrainData, measured: Mapping[str, Any]) -> None:
-    path = record_path(runs, cell, name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record = {**_about(suite, cell, suite.dataset(name), data), **measured, **_circumstances()}
-    write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
-
-
-def _about(suite: Suite, cell: Cell, dataset: Dataset, data: TrainData) -> dict[str, Any]:
-    row = suite.row(cell.row)
-    parts = {part: getattr(data.splits, part) for part in SPLITS}
-    return {
+def write_record(suite: Suite, cell: Cell, runs: Path, name: str, splits: Splits, measured: Mapping[str, Any]) -> None:
+    row, dataset = suite.row(cell.row), suite.dataset(name)
+    record = {
         "format": FORMAT,
         "suite": suite.name,
         "row": row.row,
@@ -115,23 +107,19 @@ def _about(suite: Suite, cell: Cell, dataset: Dataset, data: TrainData) -> dict[
         "method": row.method,
         "joint": registry.get(row.method).joint,
         "options": dict(row.options),
-        "dataset": dataset.name,
+        "dataset": name,
         "seed": cell.seed,
         "backbone": suite.backbone.name,
         "config": asdict(suite.config_of(row, dataset, cell.seed)),
         "settings": settings(suite, row, dataset),
-        "classes": len(data.splits.classes),
-        "images": {part: len(images) if images else 0 for part, images in parts.items()},
-    }
-
-
-def _circumstances() -> dict[str, Any]:
-    return {
+        "classes": len(splits.classes),
+        "images": {part: len(getattr(splits, part) or ()) for part in SPLITS},
+        **measured,
         "peak_memory": _peak_memory(),
         "versions": {
             "bitgraft": __version__,
             "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("torch", "torchvision", "timm")},
+            **{package: metadata.version(package) for package in ("torch", "torchvision", "timm")},
         },
         "machine": {
             "system": platform.system(),
@@ -142,18 +130,12 @@ def _circumstances() -> dict[str, Any]:
         },
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-
-
-def figures(record: Mapping[str, Any], tested: Mapping[str, float] | None) -> dict[str, Any]:
-    return {
-        "epoch": record["epoch"],
-        "train_accuracy": record.get("train_accuracy"),
-        "val_accuracy": record.get("val_accuracy"),
-        "test_accuracy": tested["accuracy"] if tested else None,
-    }
+    path = record_path(runs, cell, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
 
 
 def _peak_memory() -> int:
-    """Bytes that this process had at most, the libraries' own included."""
+    """Bytes that this process had at most, libraries included."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

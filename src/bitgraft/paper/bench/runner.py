@@ -1,16 +1,47 @@
-"""Runs what is left of a suite."""
+"""Runs what is left of a suite, in processes of this machine or on a Ray cluster."""
 
+import contextlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from bitgraft.backbone.files import write_atomically
-from bitgraft.paper.bench.pools import Ended, Place, Pool
+from bitgraft.errors import SuiteError
 from bitgraft.paper.bench.record import finished, record_path
 from bitgraft.paper.bench.suite import Cell, Suite
+from bitgraft.paper.from_dict import from_dict
 from bitgraft.paper.report import records as report
+
+STOPPED = 3
+"""The exit code of a worker that was stopped and can be resumed."""
+RETRIES = 3
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where data are, where records go, and what a run may use."""
+
+    root: Path
+    runs: Path
+    threads: int
+    workers: int = 0
+
+
+@dataclass(frozen=True)
+class Ended:
+    cell: Cell
+    fault: str | None = None
+    """Why there is no record."""
+
+
+Pool = Callable[[Suite, Sequence[Cell], Place], Iterator[Ended]]
 
 
 @dataclass
@@ -23,10 +54,6 @@ class Board:
     left: list[Cell] = field(default_factory=list)
 
 
-class Watcher(Protocol):
-    def changed(self, board: Board) -> None: ...
-
-
 def plan(suite: Suite, runs: Path) -> Board:
     board = Board(suite)
     for cell in suite.cells():
@@ -35,46 +62,116 @@ def plan(suite: Suite, runs: Path) -> Board:
     return board
 
 
-def run(suite: Suite, place: Place, pool: Pool, watchers: Sequence[Watcher] = ()) -> Board:
-    """Make the runs that have no record yet; a run that fails does not hold up the others, but for the backbone's."""
+def run(suite: Suite, place: Place, pool: Pool, changed: Callable[[Board], None] = lambda board: None) -> Board:
+    """Make the runs without a record. A run that fails does not hold up the others, unless it trains the backbone."""
     board = plan(suite, place.runs)
-    for watcher in watchers:
-        watcher.changed(board)
-    first = [cell for cell in board.left if suite.leads(cell)]
-    _make(suite, first, place, pool, board, watchers)
-    if not board.failed:
-        _make(suite, list(board.left), place, pool, board, watchers)
+    changed(board)
+    first, rest = [cell for cell in board.left if suite.leads(cell)], [c for c in board.left if not suite.leads(c)]
+    for cells in (first, rest):
+        for ended in pool(suite, cells, place) if cells and not board.failed else ():
+            board.left.remove(ended.cell)
+            if ended.fault is None:
+                board.done.append(ended.cell)
+            else:
+                board.failed.append(ended)
+            changed(board)
     return board
 
 
-def _make(
-    suite: Suite, cells: Sequence[Cell], place: Place, pool: Pool, board: Board, watchers: Sequence[Watcher]
-) -> None:
-    for ended in pool(suite, cells, place) if cells else ():
-        board.left.remove(ended.cell)
-        if ended.fault is None:
-            board.done.append(ended.cell)
-        else:
-            board.failed.append(ended)
-        for watcher in watchers:
-            watcher.changed(board)
-
-
 def records(suite: Suite, runs: Path) -> list[dict[str, Any]]:
-    """Every record of the suite that there is."""
+    """All records of the suite so far."""
     paths = (record_path(runs, cell, name) for cell in suite.cells() for name in cell.datasets)
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
 def describe(suite: Suite, runs: Path) -> None:
-    """Tell `bitgraft report` in which order the table's rows and columns come, and what S is measured against."""
-    about = report.Suite(
-        suite.name,
-        suite.form,
-        suite.title,
-        rows={row.row: row.title or row.row for row in suite.rows},
-        datasets={dataset.name: dataset.title or dataset.name for dataset in suite.datasets},
-        baseline=suite.baseline,
-    )
+    """Write the order and titles of the table's rows and columns for `bitgraft report`."""
+    about = asdict(from_dict(report.Suite, asdict(suite), ignore_unknown=True))
     runs.mkdir(parents=True, exist_ok=True)
-    write_atomically(runs / report.SUITE, (json.dumps(about.plain(), indent=1) + "\n").encode())
+    write_atomically(runs / report.SUITE, (json.dumps(about, indent=1) + "\n").encode())
+
+
+def job(suite: Suite, cell: Cell, place: Place) -> str:
+    folders = {"root": str(place.root.resolve()), "runs": str(place.runs.resolve())}
+    return json.dumps({"suite": asdict(suite), **asdict(cell), **asdict(place), **folders})
+
+
+def work(line: str, started: Callable[[subprocess.Popen[str]], None] = lambda process: None) -> str | None:
+    """Make one run in a process of its own; returns why it failed, or None."""
+    threads, said = str(json.loads(line)["threads"]), ""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bitgraft.paper.bench.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
+        start_new_session=True,  # Ctrl-C reaches the parent only; the worker stops when its input ends
+    )
+    assert process.stdin is not None
+    assert process.stderr is not None
+    with contextlib.suppress(OSError), process:  # OSError: it ended before it was told anything
+        started(process)
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+        said = process.stderr.read()
+    code = process.returncode
+    if code == 0:
+        return None
+    if code == STOPPED:
+        return "stopped; the same command goes on with it"
+    if code < 0:
+        return f"the process was ended by signal {-code}"
+    _, marked, fault = said.rpartition("error: ")
+    return fault.strip() if marked else said.strip().rpartition("\n")[2] or f"exit code {code}"
+
+
+@dataclass(frozen=True)
+class Local:
+    """A number of runs at a time on this machine."""
+
+    jobs: int
+
+    def __call__(self, suite: Suite, cells: Sequence[Cell], place: Place) -> Iterator[Ended]:
+        processes: list[subprocess.Popen[str]] = []
+        over = threading.Event()
+
+        def make(cell: Cell) -> Ended:
+            return Ended(cell, "stopped" if over.is_set() else work(job(suite, cell, place), processes.append))
+
+        with ThreadPoolExecutor(self.jobs) as pool:
+            try:
+                for future in as_completed([pool.submit(make, cell) for cell in cells]):
+                    yield future.result()
+            finally:
+                over.set()
+                for process in processes:
+                    if process.poll() is None and process.stdin is not None:
+                        process.stdin.close()  # tells it to save its state and stop
+
+
+class Ray:
+    """The same on a Ray cluster whose machines share the folders of data and runs."""
+
+    def __init__(self, address: str | None) -> None:
+        try:
+            import ray
+        except ImportError as cause:
+            raise SuiteError("Ray is not installed: pip install 'bitgraft[ray]', or leave out --ray") from cause
+        self.ray = ray
+        if not ray.is_initialized():
+            try:
+                ray.init(address=address, log_to_driver=False)
+            except ConnectionError as cause:
+                raise SuiteError(f"no Ray cluster answers at {address}: {cause}") from cause
+
+    def __call__(self, suite: Suite, cells: Sequence[Cell], place: Place) -> Iterator[Ended]:
+        remote = self.ray.remote(num_cpus=place.threads, max_retries=RETRIES, retry_exceptions=False)(work)
+        left = {remote.remote(job(suite, cell, place)): cell for cell in cells}
+        while left:
+            (ready, *_), _ = self.ray.wait(list(left), num_returns=1)
+            cell = left.pop(ready)
+            try:
+                yield Ended(cell, self.ray.get(ready))
+            except self.ray.exceptions.RayError as fault:
+                yield Ended(cell, f"the Ray worker was lost {RETRIES + 1} times: {str(fault).splitlines()[0]}")

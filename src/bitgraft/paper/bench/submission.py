@@ -1,4 +1,4 @@
-"""A row's answers on the test images, as the Visual Decathlon takes them."""
+"""A row's predictions for the test images, in the format of the Visual Decathlon."""
 
 import json
 from pathlib import Path
@@ -9,54 +9,51 @@ from bitgraft.backbone.files import write_atomically
 from bitgraft.backbone.tracing import logits
 from bitgraft.data.dataset import ImageDataset
 from bitgraft.data.devkit import submission
-from bitgraft.data.images import Splits
+from bitgraft.data.images import Images
 from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.data.splits import open_data
 from bitgraft.errors import SuiteError
 from bitgraft.network import Network
 from bitgraft.paper.bench.record import store_folder
-from bitgraft.paper.bench.suite import Cell, Dataset, Suite
+from bitgraft.paper.bench.suite import Cell, Suite
 from bitgraft.paper.report.records import ORIGINAL
 from bitgraft.store import Store
 from bitgraft.workflows.train_task import preprocessing_for
 
 
 def write_submission(suite: Suite, root: Path, runs: Path, path: Path) -> int:
-    """Ask the tasks of a suite's one row, of its first seed, for all test images; how many answers there are."""
+    """Write the predictions of a suite's only row, with its first seed; returns how many there are."""
     (row,) = suite.rows
-    seed = (row.seeds if row.seeds is not None else suite.seeds)[0]
+    seed = suite.seeds_of(row)[0]
     store = Store(store_folder(runs, Cell(row.row, seed, ())))
-    net = store.network()
-    answers: list[tuple[Splits, list[int]]] = []
+    net, answers = store.network(), []
     for dataset in suite.datasets:
         splits = open_data(dataset.data, root=root, seed=seed)
         if splits.test is None:
             raise SuiteError(f"data set {dataset.name} has no test images to answer for")
-        answers.append((splits, _answers(suite, store, net, dataset, splits)))
-    rows = submission(answers)
-    write_atomically(path, json.dumps(rows).encode())
-    return len(rows)
-
-
-def _answers(suite: Suite, store: Store, net: Network, dataset: Dataset, splits: Splits) -> list[int]:
-    """Of the row's task; on the backbone's own data, where the row has none, of the backbone."""
-    if dataset.original and dataset.name not in store.names():
-        config = suite.config_of(suite.row(ORIGINAL), dataset, 0)
-        labels = predicted(net, net.original, splits, preprocessing_for(net, config))
+        if dataset.original and dataset.name not in store.names():
+            task, config = net.original, suite.config_of(suite.row(ORIGINAL), dataset, 0)
+            preprocessing = preprocessing_for(net, config)
+        else:
+            task = dataset.name
+            held = net.tasks[task] if task in net.tasks else store.load(net, task)
+            preprocessing = Preprocessing.from_dict(held.metadata.preprocessing)
+        labels = predicted(net, task, splits.test, preprocessing)
         if max(labels, default=0) >= len(splits.classes):
             raise SuiteError(
                 f"the backbone answers with more classes than the {len(splits.classes)} of {dataset.name}: it was "
                 "trained on other data"
             )
-        return labels
-    task = store.load(net, dataset.name) if dataset.name not in net.tasks else net.tasks[dataset.name]
-    return predicted(net, dataset.name, splits, Preprocessing.from_dict(task.metadata.preprocessing))
+        answers.append((splits, labels))
+    rows = submission(answers)
+    write_atomically(path, json.dumps(rows).encode())
+    return len(rows)
 
 
 @torch.no_grad()
-def predicted(net: Network, task: str, splits: Splits, preprocessing: Preprocessing, batch: int = 128) -> list[int]:
-    """The class that a task sees in each test image."""
-    assert splits.test is not None
-    loader = torch.utils.data.DataLoader(ImageDataset(splits.test, preprocessing), batch_size=batch)
+def predicted(net: Network, task: str, images: Images, preprocessing: Preprocessing, workers: int = 0) -> list[int]:
+    """The class that a task sees in each image."""
+    data = ImageDataset(images, preprocessing)
+    loader = torch.utils.data.DataLoader(data, batch_size=128, num_workers=workers)
     net.eval()
     return [label for part, _ in loader for label in logits(net(part, task=task)).argmax(1).tolist()]

@@ -1,12 +1,12 @@
-"""A benchmark as data: which data sets, which backbone, which protocol, which rows, which seeds."""
+"""A benchmark as data: data sets, a backbone, a protocol, rows and seeds."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from bitgraft.errors import SuiteError
 from bitgraft.methods import registry
-from bitgraft.paper.report.records import ORIGINAL
+from bitgraft.paper.report.records import ORIGINAL, Form
 from bitgraft.training.config import Config
 from bitgraft.training.presets import preset
 
@@ -22,14 +22,14 @@ class Dataset:
     """As `bitgraft.open_data` takes it; relative folders start at the suite's root."""
     title: str = ""
     images: Mapping[str, int] = field(default_factory=dict)
-    """How many there must be in each split."""
+    """The number that each split must have."""
     classes: int | None = None
     source: str = ""
-    """Where it comes from, and what is to be done to get it."""
+    """Where it comes from, and how to get it."""
     checksums: Mapping[str, str] = field(default_factory=dict)
     """Published ones, "md5:..." or "sha256:...", by file below the root; checked where the file is still there."""
     val_share: float = 0.1
-    """What is held back for validation where there is no such split."""
+    """Held back for validation where there is no such split."""
     original: bool = False
     """The backbone's own data: tried, not trained on."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -45,15 +45,14 @@ class Row:
     options: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     order: tuple[str, ...] = ()
-    """In which order tasks are added, where that matters (PackNet)."""
+    """The order in which tasks are added, where that matters (PackNet)."""
     seeds: tuple[int, ...] | None = None
     datasets: tuple[str, ...] | None = None
-    """Only these, where a row is not for all; a joint row may train on the backbone's own data, too."""
+    """Only these; a joint row may name the backbone's own data, too."""
 
-    def ordered(self, names: Sequence[str]) -> tuple[str, ...]:
-        """These in the row's order; what it does not name comes last."""
-        named = [name for name in self.order if name in names]
-        return (*named, *(name for name in names if name not in named))
+    def trains_on(self, dataset: Dataset) -> bool:
+        """On the backbone's own data only if the row names them."""
+        return not dataset.original if self.datasets is None else dataset.name in self.datasets
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,21 @@ class Backbone:
     weights: str | None = None
     pretrained: bool = True
     trained_on: str | None = None
-    """The data set that all of it is first trained on, starting from the above; it is the backbone's own then."""
+    """First train the whole network on this data set, which then is the backbone's own."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """For that training."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: a row, a seed and a data set, or several where they are one run (PackNet's chain, joint training)."""
+
+    row: str
+    seed: int
+    datasets: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.row}, {'+'.join(self.datasets)}, seed {self.seed}"
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,7 @@ class Suite:
     datasets: tuple[Dataset, ...]
     rows: tuple[Row, ...]
     title: str = ""
-    form: Literal["accuracy", "decathlon", "ablation"] = "accuracy"
+    form: Form = "accuracy"
     baseline: str | None = None
     """The row whose errors S is measured against, in the decathlon's form; by default the challenge's own."""
     preset: str = "quick"
@@ -90,100 +101,80 @@ class Suite:
             return Row(ORIGINAL, method, title="Original", config=self.backbone.config)
         return next(row for row in self.rows if row.row == name)
 
+    def seeds_of(self, row: Row) -> tuple[int, ...]:
+        return self.seeds if row.seeds is None else row.seeds
+
     def config_of(self, row: Row, dataset: Dataset, seed: int) -> Config:
-        """The protocol, then what the suite, the data set and the row change; the last word is the row's."""
+        """The preset, then what the suite, the data set and last the row change."""
         config = preset(self.preset, row.method)
         for changes in (self.config, dataset.config, row.config):
             config = config.changed(**changes)
         return config.changed(seed=seed)
 
-    def cells(self) -> Iterator["Cell"]:
-        """All the runs, in the order in which they are best made: a row's chain or joint run is one of them."""
+    def cells(self) -> Iterator[Cell]:
+        """All runs in the order to make them; a row's chain or joint training is one run."""
         own = [Cell(ORIGINAL, 0, (dataset.name,)) for dataset in self.datasets if dataset.original]
         yield from filter(self.leads, own)
         for row in self.rows:
-            names = [dataset.name for dataset in self.datasets if _is_for(row, dataset)]
-            method = registry.get(row.method)
-            groups = [row.ordered(names)] if method.depends_on_previous or method.joint else [(name,) for name in names]
-            for seed in row.seeds if row.seeds is not None else self.seeds:
+            names = [dataset.name for dataset in self.datasets if row.trains_on(dataset)]
+            method, ordered = registry.get(row.method), [name for name in row.order if name in names]
+            together = [*ordered, *(name for name in names if name not in ordered)]
+            groups = [together] if method.depends_on_previous or method.joint else [[name] for name in names]
+            for seed in self.seeds_of(row):
                 yield from (Cell(row.row, seed, tuple(group)) for group in groups if group)
         yield from (cell for cell in own if not self.leads(cell))
 
-    def leads(self, cell: "Cell") -> bool:
-        """Whether the other runs wait for this one: it trains their backbone."""
+    def leads(self, cell: Cell) -> bool:
+        """Whether the other runs wait for this one, which trains their backbone."""
         return cell.row == ORIGINAL and self.backbone.trained_on in cell.datasets
 
     def chosen(self, rows: Sequence[str] = (), seeds: Sequence[int] = (), datasets: Sequence[str] = ()) -> "Suite":
-        """The same with some of its rows, seeds or data sets alone."""
-        for kind, wanted, known in (
-            ("row", rows, [row.row for row in self.rows]),
-            ("data set", datasets, [dataset.name for dataset in self.datasets]),
-        ):
-            if strange := [name for name in wanted if name not in known]:
-                raise SuiteError(f"suite {self.name} has no {kind} {strange[0]!r}; it has {', '.join(known)}")
-        kept = tuple(
-            d for d in self.datasets if not datasets or d.name in datasets or d.name == self.backbone.trained_on
-        )
-        names = {d.name for d in kept}
+        """The same with only some of its rows, seeds or data sets."""
+        known = {"row": [row.row for row in self.rows], "data set": [dataset.name for dataset in self.datasets]}
+        for kind, wanted in (("row", rows), ("data set", datasets)):
+            if strange := [name for name in wanted if name not in known[kind]]:
+                raise SuiteError(f"suite {self.name} has no {kind} {strange[0]!r}; it has {', '.join(known[kind])}")
+        names = {*datasets, self.backbone.trained_on} if datasets else set(known["data set"])
+        kept = [
+            replace(
+                row,
+                seeds=tuple(seeds) or row.seeds,
+                order=tuple(name for name in row.order if name in names),
+                datasets=row.datasets and tuple(name for name in row.datasets if name in names),
+            )
+            for row in self.rows
+            if not rows or row.row in rows
+        ]
         return replace(
             self,
             baseline=self.baseline if not rows or self.baseline in rows else None,
             seeds=tuple(seeds) or self.seeds,
-            datasets=kept,
-            rows=tuple(
-                replace(
-                    row,
-                    seeds=tuple(seeds) or row.seeds,
-                    order=tuple(name for name in row.order if name in names),
-                    datasets=row.datasets and tuple(name for name in row.datasets if name in names),
-                )
-                for row in self.rows
-                if not rows or row.row in rows
-            ),
+            datasets=tuple(dataset for dataset in self.datasets if dataset.name in names),
+            rows=tuple(kept),
         )
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One run: a row, a seed and a data set, or several where they are one run (PackNet's chain, joint training)."""
-
-    row: str
-    seed: int
-    datasets: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.row}, {'+'.join(self.datasets)}, seed {self.seed}"
-
-
-def _is_for(row: Row, dataset: Dataset) -> bool:
-    """Whether a row trains on a data set; on the backbone's own only if the row names it."""
-    return not dataset.original if row.datasets is None else dataset.name in row.datasets
-
-
 def on_backbone(suite: Suite, name: str, weights: str | None, pretrained: bool) -> Suite:
-    """The same with another backbone; where the suite trains it first and there are no weights, so it does this one."""
+    """The same with another backbone; a suite that trains its backbone first does so unless there are weights."""
     if suite.backbone.trained_on is not None and weights is None:
         return replace(suite, backbone=replace(suite.backbone, name=name))
     return replace(suite, backbone=Backbone(name, weights, pretrained))
 
 
 def on_all_labels(suite: Suite) -> Suite:
-    """Devkit domains with val joined to train, for the final submission; the backbone's own stays to be tried on."""
-    datasets = [
-        d if d.original else replace(d, data=f"{d.data}:train+val", images=_joined(d.images)) for d in suite.datasets
-    ]
-    return replace(suite, datasets=tuple(datasets))
+    """Devkit domains with val joined to train, for the final submission; the backbone's own data stay as they are."""
+    return replace(suite, datasets=tuple(d if d.original else _with_val(d) for d in suite.datasets))
 
 
-def _joined(images: Mapping[str, int]) -> dict[str, int]:
-    if "train" not in images or "val" not in images:
-        return {}
-    return {**images, "train": images["train"] + images["val"], "val": 0}
+def _with_val(dataset: Dataset) -> Dataset:
+    images, both = dataset.images, {"train", "val"} <= set(dataset.images)
+    joined = {**images, "train": images["train"] + images["val"], "val": 0} if both else {}
+    return replace(dataset, data=f"{dataset.data}:train+val", images=joined)
 
 
 def settings(suite: Suite, row: Row, dataset: Dataset) -> dict[str, Any]:
-    """What has a say in a record's figures, the configuration apart."""
-    later = ("trained_on", "config")  # which most suites do not set, and older records do not have
+    """What determines a record's figures, apart from the configuration."""
+    later = ("trained_on", "config")  # older records do not have them
     backbone = {name: value for name, value in asdict(suite.backbone).items() if value or name not in later}
     return {
         "backbone": backbone,

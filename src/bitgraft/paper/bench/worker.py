@@ -1,7 +1,7 @@
-"""One run of a suite, in a process of its own: trains what is left of it and leaves a record of each data set.
+"""One run of a suite in a process of its own: trains what is left of it and writes a record for each data set.
 
-`python -m bitgraft.bench.worker` takes its job as one line of JSON. When whoever started it goes away, its input ends;
-it then stops after the step that it is in, and its state can be resumed.
+`python -m bitgraft.paper.bench.worker` reads its job as one line of JSON. When its input ends, its parent is gone: it
+stops after the current step, in a state that can be resumed.
 """
 
 import json
@@ -9,19 +9,21 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from bitgraft.backbone.tracing import logits
 from bitgraft.backbone.weight_files import write_weights
-from bitgraft.data.dataset import ImageDataset
 from bitgraft.errors import BitgraftError, SuiteError
 from bitgraft.methods import registry
 from bitgraft.network import Network
-from bitgraft.paper.bench.check import demand
+from bitgraft.paper.bench import record
+from bitgraft.paper.bench.check import faults
 from bitgraft.paper.bench.reading import parse
-from bitgraft.paper.bench.record import backbone_bits, backbone_file, figures, finished, store_folder, write, write_run
+from bitgraft.paper.bench.runner import STOPPED
+from bitgraft.paper.bench.submission import predicted
 from bitgraft.paper.bench.suite import Cell, Suite
 from bitgraft.paper.report.records import ORIGINAL
 from bitgraft.store import Backbone
@@ -29,129 +31,130 @@ from bitgraft.training import runs as run_folders
 from bitgraft.training.callbacks import Clock
 from bitgraft.training.loop import StoppedError
 from bitgraft.workflows import train_jointly
-from bitgraft.workflows.train_task import Request, open_request, open_store, preprocessing_for, train
+from bitgraft.workflows.train_task import Request, TrainData, open_request, open_store, preprocessing_for, train
+
+
+@dataclass(frozen=True)
+class Run:
+    suite: Suite
+    cell: Cell
+    root: Path
+    runs: Path
+    workers: int = 0
+    stop: Callable[[], bool] = lambda: False
+
+    @property
+    def folder(self) -> Path:
+        return record.store_folder(self.runs, self.cell)
+
+    def open(self, name: str, begun: bool = False) -> tuple[Request, TrainData]:
+        """A data set, held to what the suite says of it."""
+        row, dataset = self.suite.row(self.cell.row), self.suite.dataset(name)
+        request = Request(
+            dataset.data,
+            name,
+            row.method,
+            self.suite.config_of(row, dataset, self.cell.seed),
+            row.options,
+            self.workers,
+            resume=begun,
+            overwrite=not begun,
+            root=self.root,
+            val_share=dataset.val_share,
+            both=True,
+        )
+        data = open_request(request)
+        if fault := next(faults(dataset, data.splits), None):
+            raise SuiteError(f"data set {name}: {fault}")
+        return request, data
+
+    def write(self, name: str, data: TrainData, measured: dict[str, Any]) -> None:
+        record.write_record(self.suite, self.cell, self.runs, name, data.splits, measured)
 
 
 def run_cell(
     suite: Suite, cell: Cell, root: Path, runs: Path, *, workers: int = 0, stop: Callable[[], bool] = lambda: False
 ) -> None:
-    """Train what is left of a run and write its records: one data set after the other, or all at once."""
-    if suite.leads(cell):
-        _train_backbone(suite, cell, root, runs, workers, stop)
-    elif cell.row == ORIGINAL:
-        _try_original(suite, cell, root, runs, workers)
+    """Train what is left of a run and write its records."""
+    run = Run(suite, cell, root, runs, workers, stop)
+    if cell.row == ORIGINAL and not suite.leads(cell):
+        try_original(run)
     elif registry.get(suite.row(cell.row).method).joint:
-        _run_jointly(suite, cell, root, runs, workers, stop)
+        _run_jointly(run)
     else:
-        _run_in_order(suite, cell, root, runs, workers, stop)
+        _run_in_order(run)
 
 
 def untrained(suite: Suite) -> Backbone:
-    """What the suite's file names."""
+    """The backbone that the suite's file names."""
     return Backbone(suite.backbone.name, suite.backbone.weights, suite.backbone.pretrained)
 
 
 def backbone_of(suite: Suite, runs: Path) -> Backbone:
-    """What tasks are added to: the network that the file names, or what was made of it first."""
+    """The backbone that tasks are added to: the one that the file names, or what was trained from it first."""
     if suite.backbone.trained_on is None:
         return untrained(suite)
-    return Backbone(suite.backbone.name, str(backbone_file(runs)))
+    return Backbone(suite.backbone.name, str(record.backbone_file(runs)))
 
 
-def _train_backbone(suite: Suite, cell: Cell, root: Path, runs: Path, workers: int, stop: Callable[[], bool]) -> None:
-    """Train all of the network on its own data: its weights are what the other runs begin with."""
-    (name,) = cell.datasets
-    held, net = open_store(store_folder(runs, cell), untrained(suite))
-    request = _request(suite, cell, name, root, workers, run_folders.begun(held.run_folder(name)))
-    clock, data = Clock(), open_request(request)
-    demand(suite.dataset(name), data.splits)
-    outcome = train(held, net, request, data=data, callbacks=[clock], stop=stop)
-    write_weights(net.export(name), backbone_file(runs))
-    write_run(suite, cell, runs, data, outcome, clock, bits=0)  # it adds nothing to itself
-
-
-def _try_original(suite: Suite, cell: Cell, root: Path, runs: Path, workers: int) -> None:
-    """How the backbone does on its own data, with no task added: what it does with any number of them."""
-    (name,) = cell.datasets
-    net = Network(backbone_of(suite, runs).build())
-    request = _request(suite, cell, name, root, workers, False)
-    data = open_request(request)
-    demand(suite.dataset(name), data.splits)
-    tried = data.tested or (data.splits.val if data.splits.category_ids else data.splits.train)
-    if tried is None:
+def try_original(run: Run) -> None:
+    """The backbone's accuracy on its own data, with no task added."""
+    (name,) = run.cell.datasets
+    net = Network(backbone_of(run.suite, run.runs).build())
+    request, data = run.open(name)
+    images = data.tested or (data.splits.val if data.splits.category_ids else data.splits.train)
+    if not images:
         raise SuiteError(f"data set {name} has no labelled images to try the backbone on")
-    images = ImageDataset(tried, preprocessing_for(net, request.config))
-    right = count = 0
-    with torch.no_grad():
-        for batch, labels in torch.utils.data.DataLoader(images, batch_size=128, num_workers=workers):
-            right += int((logits(net(batch, task=net.original)).argmax(1) == labels).sum())
-            count += len(labels)
-    found = figures({"epoch": 0}, {"accuracy": right / count})
-    costs = {"bits": 0, "backbone_bits": backbone_bits(net.anatomy), "file_bytes": 0, "seconds": 0.0}
-    write(suite, cell, runs, name, data, {"last": found, "selected": found, **costs, "train_images_seen": 0})
+    labels = predicted(net, net.original, images, preprocessing_for(net, request.config), run.workers)
+    right = sum(label == truth for label, truth in zip(labels, images.labels, strict=True))
+    found = record.accuracies({"epoch": 0}, {"accuracy": right / len(labels)})
+    costs = {"bits": 0, "backbone_bits": record.backbone_bits(net.anatomy), "file_bytes": 0, "seconds": 0.0}
+    run.write(name, data, {"last": found, "selected": found, **costs, "train_images_seen": 0})
 
 
-def _run_in_order(suite: Suite, cell: Cell, root: Path, runs: Path, workers: int, stop: Callable[[], bool]) -> None:
-    done = finished(suite, runs, cell)
-    held, net = open_store(store_folder(runs, cell), backbone_of(suite, runs))
-    for name in cell.datasets:
+def _run_in_order(run: Run) -> None:
+    """One data set after the other; or the backbone itself, whose weights the other runs start from."""
+    leads, done = run.suite.leads(run.cell), record.finished(run.suite, run.runs, run.cell)
+    backbone = untrained(run.suite) if leads else backbone_of(run.suite, run.runs)
+    store, net = open_store(run.folder, backbone)
+    for name in run.cell.datasets:
         if name in done:
             continue
-        request = _request(suite, cell, name, root, workers, run_folders.begun(held.run_folder(name)))
-        clock, data = Clock(), open_request(request)
-        demand(suite.dataset(name), data.splits)
-        outcome = train(held, net, request, data=data, callbacks=[clock], stop=stop)
-        write_run(suite, cell, runs, data, outcome, clock)
+        request, data = run.open(name, run_folders.begun(store.run_folder(name)))
+        clock = Clock()
+        result = train(store, net, request, data=data, callbacks=[clock], stop=run.stop)
+        measured = record.of_run(result, clock)
+        if leads:
+            write_weights(net.export(name), record.backbone_file(run.runs))
+            measured["bits"] = 0  # it adds nothing to itself
+        run.write(name, data, measured)
 
 
-def _run_jointly(suite: Suite, cell: Cell, root: Path, runs: Path, workers: int, stop: Callable[[], bool]) -> None:
-    folder = store_folder(runs, cell)
-    begun = run_folders.begun(train_jointly.run_folder(folder))
-    requests = [_request(suite, cell, name, root, workers, begun) for name in cell.datasets]
-    opened = [open_request(request) for request in requests]
-    for name, data in zip(cell.datasets, opened, strict=True):
-        demand(suite.dataset(name), data.splits)
-    clock, backbone = Clock(), backbone_of(suite, runs)
-    if not begun and folder.exists():  # a store without all of its records: of a run that was killed at its very end
-        shutil.rmtree(folder)
-    outcomes = train_jointly.train_jointly(folder, backbone, requests, data=opened, callbacks=[clock], stop=stop)
-    for data, outcome in zip(opened, outcomes, strict=True):
-        write_run(suite, cell, runs, data, outcome, clock)
-
-
-def _request(suite: Suite, cell: Cell, name: str, root: Path, workers: int, begun: bool) -> Request:
-    row, dataset = suite.row(cell.row), suite.dataset(name)
-    config = suite.config_of(row, dataset, cell.seed)
-    return Request(
-        dataset.data,
-        name,
-        row.method,
-        config,
-        row.options,
-        workers,
-        resume=begun,
-        overwrite=not begun,
-        root=root,
-        val_share=dataset.val_share,
-        both=True,
-    )
-
-
-def _wait_for_the_end(gone: threading.Event) -> None:
-    sys.stdin.read()
-    gone.set()
+def _run_jointly(run: Run) -> None:
+    begun = run_folders.begun(train_jointly.run_folder(run.folder))
+    requests, opened = zip(*(run.open(name, begun) for name in run.cell.datasets), strict=True)
+    clock, backbone = Clock(), backbone_of(run.suite, run.runs)
+    if not begun and run.folder.exists():  # a run that was killed after training, before all of its records
+        shutil.rmtree(run.folder)
+    results = train_jointly.train_jointly(run.folder, backbone, requests, data=opened, callbacks=[clock], stop=run.stop)
+    for name, data, result in zip(run.cell.datasets, opened, results, strict=True):
+        run.write(name, data, record.of_run(result, clock))
 
 
 def main() -> int:
-    job = json.loads(sys.stdin.readline())
-    gone = threading.Event()
-    threading.Thread(target=_wait_for_the_end, args=(gone,), daemon=True).start()
+    job, gone = json.loads(sys.stdin.readline()), threading.Event()
+
+    def wait_for_the_end() -> None:
+        sys.stdin.read()
+        gone.set()
+
+    threading.Thread(target=wait_for_the_end, daemon=True).start()
     torch.set_num_threads(job["threads"])
     suite, cell = parse(job["suite"]), Cell(job["row"], job["seed"], tuple(job["datasets"]))
     try:
         run_cell(suite, cell, Path(job["root"]), Path(job["runs"]), workers=job["workers"], stop=gone.is_set)
     except StoppedError:
-        return 3
+        return STOPPED
     except (BitgraftError, OSError) as fault:
         print(f"error: {fault}", file=sys.stderr)
         return 1

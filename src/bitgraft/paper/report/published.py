@@ -1,10 +1,11 @@
 """The tables that the paper prints."""
 
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -16,12 +17,12 @@ class PublishedRow:
     params: str | None = None
     whole: float | None = None
     """The printed mean or total over all data sets."""
-    k: tuple[str, ...] = ()
+    k: Sequence[str] = ()
 
     def over(self, datasets: Collection[str], combine: Callable[[Iterable[float]], float]) -> float | None:
-        """The mean or total over these data sets; the printed one, if they are all of the table's."""
+        """The mean or total over these data sets; the printed one if they are all of the table's."""
         if self.whole is not None and set(datasets) == set(self.values):
-            return self.whole  # it comes from more decimals than the cells
+            return self.whole  # rounded once, from more decimals than the cells have
         values = [self.values[name] for name in datasets if name in self.values]
         return combine(values) if len(values) == len(datasets) else None
 
@@ -37,29 +38,19 @@ class PublishedTable:
 
 
 @cache
+def published() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
+
+
+@cache
 def published_tables() -> tuple[PublishedTable, ...]:
     """Every table of the paper, in its order."""
-    text = Path(__file__).with_name("published.toml").read_text(encoding="utf-8")
-    return tuple(
-        PublishedTable(
-            form=table["form"],
-            backbone=table["backbone"],
-            caption=table["caption"],
-            datasets=tuple(table["datasets"]),
-            rows=tuple(
-                PublishedRow(
-                    row=row["row"],
-                    title=row["title"],
-                    values=dict(zip(table["datasets"], row["values"], strict=True)),
-                    params=row.get("params"),
-                    whole=row.get("all"),
-                    k=tuple(row.get("k", ())),
-                )
-                for row in table["rows"]
-            ),
-        )
-        for table in tomllib.loads(text)["table"]
-    )
+    return tuple(_table(**table) for table in published()["table"])
+
+
+def _table(form: str, backbone: str, caption: str, datasets: list[str], rows: list[dict[str, Any]]) -> PublishedTable:
+    made = [PublishedRow(**{**row, "values": dict(zip(datasets, row["values"], strict=True))}) for row in rows]
+    return PublishedTable(form, backbone, caption, tuple(datasets), tuple(made))
 
 
 def published_table(form: str, backbone: str, datasets: Iterable[str]) -> PublishedTable | None:

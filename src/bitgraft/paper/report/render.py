@@ -1,159 +1,135 @@
-"""Tables set in Markdown, LaTeX, CSV and HTML."""
+"""A table, and the same in Markdown, LaTeX, CSV and HTML."""
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
-from html import escape
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from bitgraft.paper.report.table import Cell, Line, Table
+from jinja2 import Environment, PackageLoader
 
-LATEX = {
-    "\\": r"\textbackslash{}",
-    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "±": r"$\pm$",
-    "↓": r"$\downarrow$",
-    "↑": r"$\uparrow$",
-    "✓": r"\ding{51}",
-    "×": r"$\times$",
-    "–": "--",
-}
-STYLE = """\
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 88rem; padding: 0 1rem; color: #1b1b1b;
-  background: #fff }
-h1 { font-size: 1.5rem } figure { margin: 2rem 0 } img { max-width: 100%; height: auto }
-.table { overflow-x: auto; margin: 2rem 0 } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-caption, figcaption { text-align: left; font-weight: 600; padding-bottom: .5rem }
-th, td { padding: .25rem .5rem; text-align: right; white-space: nowrap } th:first-child { text-align: left }
-thead th { border-top: 2px solid; border-bottom: 1px solid } tbody tr:last-child > * { border-bottom: 2px solid }
-tbody th { font-weight: 400 } small, .notes { color: #555; font-size: .85rem }
-.notes { margin: .4rem 0 0; padding-left: 1.2rem }"""
+Mark = Literal["best", "second"]
+DASH = "–"
+MARKDOWN = str.maketrans({sign: f"\\{sign}" for sign in "\\|*_<>`[]"})
+LATEX = str.maketrans(
+    {sign: f"\\{sign}" for sign in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "–": "--"}
+    | {"±": r"$\pm$", "×": r"$\times$", "↓": r"$\downarrow$", "↑": r"$\uparrow$", "✓": r"\ding{51}"}
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    text: str
+    value: float | None = None
+    sd: float | None = None
+    n: int | None = None
+    spread: str = ""
+    """Set after the number: its spread, and the number of seeds where that differs within the table."""
+    mark: Mark | None = None
+
+    def plain(self) -> dict[str, Any]:
+        text = self.text + self.spread
+        return {"text": text, "value": self.value, "sd": self.sd, "n": self.n, "mark": self.mark}
+
+
+@dataclass(frozen=True)
+class Line:
+    title: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    name: str
+    caption: str
+    corner: str
+    """The heading of the first column."""
+    headings: tuple[str, ...]
+    lines: tuple[Line, ...]
+    notes: tuple[str, ...] = ()
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        rows = [{"title": line.title, "cells": [cell.plain() for cell in line.cells]} for line in self.lines]
+        about = {"name": self.name, "caption": self.caption, "headings": self.headings}
+        return {**about, "rows": rows, "notes": self.notes}
 
 
 def markdown(table: Table) -> str:
-    """Padded, so that it reads well as it is."""
-    heads = [_md(name) for name in (table.corner, *table.headings)]
-    rows = [[_md(line.title), *map(_md_cell, line.cells)] for line in table.lines]
+    """Padded, so that it can be read as it is."""
+    heads, *rows = _texts(table, MARKDOWN, "**%s**", "<u>%s</u>")
     widths = [max(3, *map(len, column)) for column in zip(heads, *rows, strict=True)]
-    rule = [f":{'-' * (width - 1)}" if place == 0 else f"{'-' * (width - 1)}:" for place, width in enumerate(widths)]
-    lines = [f"**{_md(table.caption)}**", "", *(_bar(row, widths) for row in [heads, rule, *rows])]
-    return "\n".join([*lines, *(["", *(f"- {_md(note)}" for note in table.notes)] if table.notes else [])])
+    rule = [f":{'-' * (widths[0] - 1)}", *(f"{'-' * (width - 1)}:" for width in widths[1:])]
+    lines = [f"**{_md(table.caption)}**", ""]
+    for row in (heads, rule, *rows):
+        padded = [
+            row[0].ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+        ]
+        lines.append(f"| {' | '.join(padded)} |")
+    return "\n".join([*lines, *([""] if table.notes else []), *(f"- {_md(note)}" for note in table.notes)])
 
 
 def latex(table: Table) -> str:
-    """Needs the package pifont where something is learned, as the paper does."""
-    return "\n".join(
-        [
-            r"\begin{table}[t]",
-            r"\centering",
-            rf"\caption{{{_tex('. '.join([table.caption, *(note.rstrip('.') for note in table.notes)]))}.}}",
-            rf"\label{{tab:{table.name}}}",
-            rf"\begin{{tabular}}{{l{'r' * len(table.headings)}}}",
-            r"\hline",
-            " & ".join(map(_tex, [table.corner, *table.headings])) + r" \\",
-            r"\hline",
-            *(" & ".join([_tex(line.title), *map(_tex_cell, line.cells)]) + r" \\" for line in table.lines),
-            r"\hline",
-            r"\end{tabular}",
-            r"\end{table}",
-        ]
-    )
+    """Needs the package pifont for check marks."""
+    heads, *rows = (" & ".join(row) + r" \\" for row in _texts(table, LATEX, r"\textbf{%s}", r"\underline{%s}"))
+    caption = ". ".join([table.caption, *(note.rstrip(".") for note in table.notes)]) + "."
+    begin = rf"""\begin{{table}}[t]
+\centering
+\caption{{{caption.translate(LATEX)}}}
+\label{{tab:{table.name}}}
+\begin{{tabular}}{{l{"r" * len(table.headings)}}}"""
+    return "\n".join([begin, r"\hline", heads, r"\hline", *rows, r"\hline", "\\end{tabular}\n\\end{table}"])
+
+
+def _texts(table: Table, escapes: dict[int, str], best: str, second: str) -> list[list[str]]:
+    """Headings and rows of a format; `best` and `second` mark a cell, with `%s` for its text."""
+
+    def text(cell: Cell) -> str:
+        mark = best if cell.mark == "best" else second if cell.mark == "second" else "%s"
+        return mark % cell.text.translate(escapes) + cell.spread.translate(escapes)
+
+    heads = [name.translate(escapes) for name in (table.corner, *table.headings)]
+    return [heads, *([line.title.translate(escapes), *map(text, line.cells)] for line in table.lines)]
 
 
 def comma_separated(table: Table) -> str:
-    """Numbers without marks; spread and number of seeds in columns of their own, where there is any spread."""
-    spread = [any(line.cells[i].sd is not None for line in table.lines) for i in range(len(table.headings))]
+    """Numbers without marks; columns for spread and number of seeds where there is any spread."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    heads = [[name, *[f"{name} sd", f"{name} n"] * wide] for name, wide in zip(table.headings, spread, strict=True)]
-    writer.writerow([table.corner, *(name for some in heads for name in some)])
-    for line in table.lines:
-        writer.writerow(
-            [line.title, *(value for cell, w in zip(line.cells, spread, strict=True) for value in _csv(cell, w))]
-        )
+    columns = [(table.corner, [line.title for line in table.lines])]
+    for place, name in enumerate(table.headings):
+        cells = [line.cells[place] for line in table.lines]
+        columns.append((name, [cell.text for cell in cells]))
+        if any(cell.sd is not None for cell in cells):
+            columns.append((f"{name} sd", [_rounded(cell) for cell in cells]))
+            columns.append((f"{name} n", ["" if cell.n is None else str(cell.n) for cell in cells]))
+    writer.writerow([name for name, _ in columns])
+    writer.writerows(zip(*(values for _, values in columns), strict=True))
     return out.getvalue()
 
 
-def html(table: Table) -> str:
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in [table.corner, *table.headings])
-    body = "\n".join(_html_line(line) for line in table.lines)
-    notes = "".join(f"<li>{escape(note)}</li>" for note in table.notes)
-    return (
-        f'<div class="table"><table id="{escape(table.name)}">\n<caption>{escape(table.caption)}</caption>\n'
-        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>\n"
-        + (f'<ul class="notes">{notes}</ul>' if notes else "")
-        + "</div>"
-    )
+def _rounded(cell: Cell) -> str:
+    """The standard deviation to as many decimals as the mean."""
+    return "" if cell.sd is None else f"{cell.sd:.{len(cell.text.partition('.')[2])}f}"
 
 
-def markdown_page(title: str, tables: Iterable[Table], figures: Iterable[tuple[Path, str]], origin: str) -> str:
-    shown = [f"![{_md(caption)}]({file.name})" for file, caption in figures]
+def markdown_page(title: str, tables: Iterable[Table], figures: Mapping[str, str], origin: str) -> str:
+    shown = [f"![{_md(caption)}]({file})" for file, caption in figures.items()]
     return "\n\n".join([f"# {_md(title)}", *map(markdown, tables), *shown, _md(origin)]) + "\n"
-
-
-def html_page(title: str, tables: Iterable[Table], figures: Iterable[tuple[Path, str]], origin: str) -> str:
-    shown = [
-        f"<figure><figcaption>{escape(caption)}</figcaption>"
-        f'<img src="{escape(file.name)}" alt="{escape(caption)}"></figure>'
-        for file, caption in figures
-    ]
-    return "\n".join(
-        [
-            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title><style>\n{STYLE}\n</style></head><body>\n<h1>{escape(title)}</h1>",
-            *map(html, tables),
-            *shown,
-            f'<p class="notes">{escape(origin)}</p>',
-            "</body></html>\n",
-        ]
-    )
 
 
 def latex_page(tables: Iterable[Table]) -> str:
     return "% \\usepackage{pifont} for \\ding; \\input this file\n" + "\n\n".join(map(latex, tables)) + "\n"
 
 
+def from_template(name: str, **values: Any) -> str:
+    """An HTML page from `paper/templates`; what is put in is escaped."""
+    loader = PackageLoader("bitgraft.paper", "templates")
+    templates = Environment(loader=loader, autoescape=True, trim_blocks=True, keep_trailing_newline=True)
+    return templates.get_template(name).render(values)
+
+
 def _md(text: str) -> str:
-    for sign in "\\|*_<>`[]":
-        text = text.replace(sign, f"\\{sign}")
-    return text
-
-
-def _bar(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *rest = zip(cells, widths, strict=True)
-    return "| " + " | ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]) + " |"
-
-
-def _md_cell(cell: Cell) -> str:
-    text = _md(cell.text)
-    marked = {"best": f"**{text}**", "second": f"<u>{text}</u>", None: text}[cell.mark]
-    return marked + cell.spread
-
-
-def _tex(text: str) -> str:
-    return "".join(LATEX.get(sign, sign) for sign in text)
-
-
-def _tex_cell(cell: Cell) -> str:
-    text = _tex(cell.text)
-    marked = {"best": rf"\textbf{{{text}}}", "second": rf"\underline{{{text}}}", None: text}[cell.mark]
-    return marked + _tex(cell.spread)
-
-
-def _csv(cell: Cell, wide: bool) -> list[str]:
-    sd = "" if cell.sd is None else f"{cell.sd:.{len(cell.text.partition('.')[2])}f}"
-    return [cell.text, *([sd, "" if cell.n is None else str(cell.n)] if wide else [])]
-
-
-def _html_line(line: Line) -> str:
-    cells = "".join(f"<td>{_html_cell(cell)}</td>" for cell in line.cells)
-    return f'<tr><th scope="row">{escape(line.title)}</th>{cells}</tr>'
-
-
-def _html_cell(cell: Cell) -> str:
-    text = escape(cell.text)
-    marked = {"best": f"<b>{text}</b>", "second": f"<u>{text}</u>", None: text}[cell.mark]
-    return marked + (f"<small>{escape(cell.spread)}</small>" if cell.spread else "")
+    return text.translate(MARKDOWN)

@@ -1,31 +1,46 @@
-"""The paper's tables from results: accuracy, decathlon accuracies and scores and ablation."""
+"""The paper's tables from results: accuracy, decathlon accuracies and scores, ablation, and the cost of training."""
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bitgraft.errors import BitgraftError, DataError
-from bitgraft.paper.report.cost import cost_table
-from bitgraft.paper.report.published import PublishedRow, PublishedTable, published_table
+from bitgraft.paper.report.published import PublishedRow, published_table
 from bitgraft.paper.report.records import Record
-from bitgraft.paper.report.results import Measure, Results, accuracy
-from bitgraft.paper.report.table import DASH, Cell, Line, Table, figure, number, ranked, transposed
-from bitgraft.paper.report.wording import caption, mixed_seeds, notes
+from bitgraft.paper.report.render import DASH, Cell, Line, Mark, Table
+from bitgraft.paper.report.results import Combine, Measure, Results, Stat, accuracy, caption, cost_notes, notes
 from bitgraft.paper.scores import Baselines, challenge_baselines, decathlon_score, domain_titles, read_baselines
 
-K = ("k0", "k1", "k2", "k3")
 LEARNED = "✓ is learned; k0 = 1 holds where a norm undoes the scale, elsewhere it is learned."
-WORDS = {"learn": "✓", "auto": "1"}
+Quantity = Callable[[Record], float | None]
+QUANTITIES: Sequence[tuple[str, str, Quantity, int]] = (
+    ("ms per training image", "relative time", lambda run: run.per_image(run.seconds), 2),
+    ("processor ms", "relative processor time", lambda run: run.per_image(run.processor_seconds), 2),
+    ("peak memory, MB", "relative memory", lambda run: run.peak_memory and run.peak_memory / 1e6, 0),
+)
+"""Headings of a cost and of its ratio to fine-tuning, the cost of a run, and decimals."""
+
+
+@dataclass(frozen=True)
+class Column:
+    heading: str
+    ours: Callable[[str], Cell]
+    """The cell of one of our rows, by its name."""
+    theirs: Callable[[PublishedRow], Cell] = lambda row: Cell(DASH)
+    ranked: bool = False
 
 
 def tables(results: Results, published: bool = False, baseline: str | None = None) -> list[Table]:
     """All tables of one suite on one backbone."""
-    main, cost = MAIN[results.form](results, published), cost_table(results)
-    if results.form != "decathlon":
-        return [main, cost]
-    baselines = baselines_of(results, baseline)
+    cost = cost_table(results)
+    if results.form == "accuracy":
+        return [accuracy_table(results, published), cost]
+    if results.form == "ablation":
+        return [ablation_table(results, published), cost]
+    main, baselines = decathlon_table(results, published), baselines_of(results, baseline)
     if baselines is None:
         told = f"No S yet: {results.suite.baseline}, which it is measured against, lacks results, or has no errors."
         return [replace(main, notes=(*main.notes, told)), cost]
@@ -34,47 +49,31 @@ def tables(results: Results, published: bool = False, baseline: str | None = Non
 
 def accuracy_table(results: Results, published: bool = False) -> Table:
     """The ImageNet-to-Sketch form: data sets down, methods across, the parameters last."""
-    paper = _paper("accuracy", results, published)
-    lines = [
-        Line(title, (*_cells(results, row, accuracy, 1), figure(results.params(row), 2)), results.ranked(row))
-        for row, title in results.rows.items()
-    ]
-    for row in paper.rows if paper else ():
-        lines.append(Line(_theirs(row), (*_printed(row, results, 1), Cell(row.params or DASH))))
-    table = Table(
-        name="accuracy",
-        caption=caption(results, "accuracy in per cent"),
-        corner="Method",
-        headings=(*results.datasets.values(), "# Params"),
-        lines=tuple(lines),
-        notes=notes(results, paper),
-    )
-    return transposed(ranked(table, range(len(results.datasets))), "Dataset")
+    columns = [*_by_dataset(results, accuracy, 1), _params(results, "# Params")]
+    table = _table(results, "accuracy", columns, "accuracy" if published else None)
+    cells = zip(*(line.cells for line in table.lines), strict=True)
+    lines = tuple(Line(heading, column) for heading, column in zip(table.headings, cells, strict=True))
+    return replace(table, corner="Dataset", headings=tuple(line.title for line in table.lines), lines=lines)
 
 
 def decathlon_table(results: Results, published: bool = False) -> Table:
-    return _by_method("accuracies", "accuracy in per cent", results, accuracy, statistics.fmean, 1, published)
+    """Accuracies of each domain and their mean."""
+    columns = [_params(results, "Params"), *_by_dataset(results, accuracy, 1, "Mean", statistics.fmean)]
+    return _table(results, "accuracies", columns, "decathlon" if published else None)
 
 
 def score_table(results: Results, baselines: Baselines, published: bool = False) -> Table:
     """S of each domain and the total; over seeds, the mean of S, not S of the mean."""
-    here = [title for name, title in domain_titles().items() if name in results.datasets]
+    here = [name for name in domain_titles() if name in results.datasets]
     note = f"S is measured against {baselines.source}: 250 is as good, 1000 has no errors."
     if len(here) < len(domain_titles()) or len(here) < len(results.datasets):
         note += (
             f" The total is over {len(results.datasets)} data sets, of the decathlon's 10 domains {len(here)}: not to "
             "be compared with totals over all ten."
         )
-    return _by_method(
-        "scores",
-        "decathlon score S",
-        results,
-        score_measure(baselines),
-        sum,
-        0,
-        published,
-        (note,),
-    )
+    columns = [_params(results, "Params"), *_by_dataset(results, score_measure(baselines), 0, "Score", sum)]
+    table = _table(results, "scores", columns, "scores" if published else None)
+    return replace(table, caption=caption(results, "decathlon score S"), notes=(note, *table.notes))
 
 
 def score_measure(baselines: Baselines) -> Measure:
@@ -82,126 +81,101 @@ def score_measure(baselines: Baselines) -> Measure:
 
 
 def ablation_table(results: Results, published: bool = False) -> Table:
-    """A row for each choice of k0 to k3, of the surrogate and of channel-wise parameters."""
-    paper = _paper("ablation", results, published)
-    lines = [
-        Line(title, (*map(Cell, _ks(results.of(row))), *_cells(results, row, accuracy, 1)), results.ranked(row))
-        for row, title in results.rows.items()
-    ]
-    for row in paper.rows if paper else ():
-        lines.append(Line(_theirs(row), (*map(Cell, row.k), *_printed(row, results, 1))))
-    table = Table(
-        name="ablation",
-        caption=caption(results, "accuracy in per cent"),
-        corner="Method",
-        headings=(*K, *results.datasets.values()),
-        lines=tuple(lines),
-        notes=(LEARNED, *notes(results, paper)),
-    )
-    return ranked(table, range(len(K), len(K) + len(results.datasets)))
+    """k0 to k3 of each row (a constant, or learned), then its accuracies."""
+    columns = [*(_k(results, i) for i in range(4)), *_by_dataset(results, accuracy, 1)]
+    table = _table(results, "ablation", columns, "ablation" if published else None)
+    return replace(table, notes=(LEARNED, *table.notes))
 
 
-MAIN: Mapping[str, Callable[[Results, bool], Table]] = {
-    "accuracy": accuracy_table,
-    "decathlon": decathlon_table,
-    "ablation": ablation_table,
-}
+def cost_table(results: Results) -> Table:
+    """Time for each training image and peak memory, also relative to fine-tuning on the same data sets."""
+    base = next((row for row in results.rows if results.method(row) == "finetune"), None)
+    columns: list[Column] = []
+    for heading, ratio, quantity, decimals in QUANTITIES:
+        costs = {row: _costs(results, row, quantity) for row in results.rows}
+        if any(costs.values()):
+            columns.append(Column(heading, partial(_mean_cost, costs, decimals)))
+            columns.append(Column(ratio, partial(_relative_cost, costs, base)))
+    every = [run for row in results.rows for run in results.of(row)]
+    stated = cost_notes(every, None if base is None else results.rows[base])
+    return replace(_table(results, "cost", columns), caption=f"{results.name}: cost of training", notes=stated)
 
 
-def baselines_of(results: Results, given: str | None) -> Baselines | None:
-    """The challenge's, a file's, or the mean errors of a row of these results; none while the suite's row has gaps."""
-    if given is None:
-        own = results.suite.baseline
-        if own is None:
-            return challenge_baselines()
-        return None if _unfit(results, own) else _errors_of(results, own)
-    if given not in results.rows:
-        if not Path(given).is_file():
-            raise DataError(f"--baseline {given}: neither a row of {results.suite.name} nor a file")
-        return read_baselines(Path(given))
-    if unfit := _unfit(results, given):
-        raise DataError(f"{given} cannot be the baseline: it has no result, or no errors, on {', '.join(unfit)}")
-    return _errors_of(results, given)
+def _table(results: Results, name: str, columns: Sequence[Column], form: str | None = None) -> Table:
+    """Methods down, the paper's (of its table of this form) last; best and second are marked in ranked columns."""
+    paper = published_table(form, results.backbone, results.datasets) if form else None
+    theirs, cells = paper.rows if paper else (), []
+    for column in columns:
+        ours = [column.ours(row) for row in results.rows]
+        if column.ranked:
+            compared = [cell.text != DASH and results.ranked(row) for row, cell in zip(results.rows, ours, strict=True)]
+            shown = [float(cell.text) if yes else None for cell, yes in zip(ours, compared, strict=True)]
+            ours = [replace(cell, mark=mark) for cell, mark in zip(ours, marks(shown), strict=True)]
+        cells.append([*ours, *map(column.theirs, theirs)])
+    titles = [*results.rows.values(), *(f"{row.title} (paper)" for row in theirs)]
+    lines = tuple(Line(title, row) for title, row in zip(titles, zip(*cells, strict=True), strict=True))
+    headings = tuple(column.heading for column in columns)
+    stated = caption(results, "accuracy in per cent")
+    return Table(name, stated, "Method", headings, lines, tuple(notes(results, paper)))
 
 
-def _unfit(results: Results, row: str) -> list[str]:
-    """Data sets on which there is something to score, but no error of this row to measure it against."""
-    tried = [name for name in results.datasets if any(results.accuracies(other, name) for other in results.rows)]
-    found = {name: results.cell(row, name, accuracy) for name in tried}
-    return [name for name, cell in found.items() if cell is None or cell.mean >= 100]
+def marks(shown: Sequence[float | None]) -> list[Mark | None]:
+    """Best and second, as printed. Equal values share a place: after two that are best there is no second.
+
+    Nothing is marked where nobody scored anything.
+    """
+    order = sorted((value for value in shown if value is not None), reverse=True)
+    if len(order) < 2 or order[0] <= 0:
+        return [None] * len(shown)
+    second = order[1] if order[1] < order[0] else None
+    return [None if v is None else "best" if v == order[0] else "second" if v == second else None for v in shown]
 
 
-def _errors_of(results: Results, row: str) -> Baselines:
-    found = {name: results.cell(row, name, accuracy) for name in results.datasets}
-    errors = {name: 100 - cell.mean for name, cell in found.items() if cell}
-    return Baselines(errors, f"{results.rows[row]} in this table")
+def number(value: Stat | float | None, decimals: int, show_n: bool = False) -> Cell:
+    """A number, or a mean with its spread; a dash where there is none."""
+    if value is None:
+        return Cell(DASH)
+    if not isinstance(value, Stat):
+        return Cell(f"{value:.{decimals}f}", value)
+    spread = "" if value.sd is None else f" ± {value.sd:.{decimals}f}" + (f" ({value.n})" if show_n else "")
+    return Cell(f"{value.mean:.{decimals}f}", value.mean, value.sd, value.n, spread)
 
 
-def _by_method(
-    name: str,
-    what: str,
-    results: Results,
-    measure: Measure,
-    combine: Callable[[Iterable[float]], float],
-    decimals: int,
-    published: bool,
-    remarks: tuple[str, ...] = (),
-) -> Table:
-    """The decathlon's form: methods down, parameters and data sets across, mean or total last."""
-    paper = _paper({"accuracies": "decathlon"}.get(name, name), results, published)
-    show_n = mixed_seeds(results)
-    lines = [
-        Line(
+def _by_dataset(
+    results: Results, measure: Measure, decimals: int, whole: str = "", combine: Combine = sum
+) -> list[Column]:
+    """A column for each data set, and one for the mean or total under the heading `whole`."""
+    show_n = len(results.seed_counts) > 1
+
+    def column(name: str, title: str) -> Column:
+        return Column(
             title,
-            (
-                figure(results.params(row), 2),
-                *_cells(results, row, measure, decimals),
-                number(results.whole(row, measure, combine), decimals, show_n),
-            ),
-            results.ranked(row),
+            ours=lambda row: number(results.cell(row, name, measure), decimals, show_n),
+            theirs=lambda row: number(row.values.get(name), decimals),
+            ranked=True,
         )
-        for row, title in results.rows.items()
-    ]
-    for row in paper.rows if paper else ():
-        whole = row.over(results.datasets, combine)
-        lines.append(
-            Line(
-                _theirs(row),
-                (Cell(row.params or DASH), *_printed(row, results, decimals), figure(whole, decimals)),
-            )
-        )
-    headings = ("Params", *results.datasets.values(), "Mean" if name == "accuracies" else "Score")
-    table = Table(name, caption(results, what), "Method", headings, tuple(lines), (*remarks, *notes(results, paper)))
-    return ranked(table, range(1, len(headings)))
+
+    last = Column(
+        whole,
+        ours=lambda row: number(results.whole(row, measure, combine), decimals, show_n),
+        theirs=lambda row: number(row.over(results.datasets, combine), decimals),
+        ranked=True,
+    )
+    return [*(column(name, title) for name, title in results.datasets.items()), *([last] if whole else [])]
 
 
-def _cells(results: Results, row: str, measure: Measure, decimals: int) -> list[Cell]:
-    show_n = mixed_seeds(results)
-    return [number(results.cell(row, name, measure), decimals, show_n) for name in results.datasets]
+def _params(results: Results, heading: str) -> Column:
+    return Column(heading, lambda row: number(results.params(row), 2), lambda row: Cell(row.params or DASH))
 
 
-def _printed(row: PublishedRow, results: Results, decimals: int) -> list[Cell]:
-    return [figure(row.values.get(name), decimals) for name in results.datasets]
+def _k(results: Results, i: int) -> Column:
+    def ours(row: str) -> Cell:
+        runs = results.of(row)
+        options = {**_defaults(runs[0].method), **runs[0].options} if runs else {}
+        value = options.get(f"k{i}", DASH)
+        return Cell({"learn": "✓", "auto": "1"}.get(value, value) if isinstance(value, str) else f"{value:g}")
 
-
-def _theirs(row: PublishedRow) -> str:
-    return f"{row.title} (paper)"
-
-
-def _paper(form: str, results: Results, wanted: bool) -> PublishedTable | None:
-    return published_table(form, results.backbone, results.datasets) if wanted else None
-
-
-def _ks(runs: list[Record]) -> list[str]:
-    """What each k is in a row: a constant, or learned."""
-    if not runs:
-        return [DASH] * len(K)
-    options = {**_defaults(runs[0].method), **runs[0].options}
-    return [_k(options[name]) if name in options else DASH for name in K]
-
-
-def _k(value: Any) -> str:
-    return WORDS.get(value, value) if isinstance(value, str) else f"{value:g}"
+    return Column(f"k{i}", ours, lambda row: Cell(row.k[i]))
 
 
 def _defaults(method: str) -> dict[str, Any]:
@@ -211,3 +185,45 @@ def _defaults(method: str) -> dict[str, Any]:
         return dict(registry.plain(registry.get(method).options))
     except BitgraftError:  # a method of another installation
         return {}
+
+
+Costs = dict[str, dict[str, float]]
+"""By row and data set."""
+
+
+def _costs(results: Results, row: str, quantity: Quantity) -> dict[str, float]:
+    """The mean over seeds, by data set."""
+    found: dict[str, list[float]] = {}
+    for run in results.of(row):
+        if (value := quantity(run)) is not None:
+            found.setdefault(run.dataset, []).append(value)
+    return {name: statistics.fmean(values) for name, values in found.items()}
+
+
+def _mean_cost(costs: Costs, decimals: int, row: str) -> Cell:
+    return number(statistics.fmean(costs[row].values()) if costs[row] else None, decimals)
+
+
+def _relative_cost(costs: Costs, base: str | None, row: str) -> Cell:
+    theirs = costs[base] if base else {}
+    ratios = [value / theirs[name] for name, value in costs[row].items() if theirs.get(name)]
+    return number(statistics.geometric_mean(ratios) if ratios and min(ratios) > 0 else None, 2)
+
+
+def baselines_of(results: Results, given: str | None) -> Baselines | None:
+    """Errors of a row of these results, of a file, or the challenge's; None while the suite's own row has gaps."""
+    row = given or results.suite.baseline
+    if row is None:
+        return challenge_baselines()
+    if given is not None and row not in results.rows:
+        if not Path(row).is_file():
+            raise DataError(f"--baseline {row}: neither a row of {results.suite.name} nor a file")
+        return read_baselines(Path(row))
+    tried = [name for name in results.datasets if any(results.accuracies(other, name) for other in results.rows)]
+    found = {name: results.cell(row, name, accuracy) for name in tried}
+    errors = {name: 100 - cell.mean for name, cell in found.items() if cell and cell.mean < 100}
+    if lacking := [name for name in tried if name not in errors]:
+        if given is None:
+            return None
+        raise DataError(f"{given} cannot be the baseline: it has no result, or no errors, on {', '.join(lacking)}")
+    return Baselines(errors, f"{results.rows.get(row, row)} in this table")

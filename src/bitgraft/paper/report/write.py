@@ -1,7 +1,7 @@
 """From records to a folder of tables and figures."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,21 +9,20 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from bitgraft.backbone.files import write_atomically
-from bitgraft.paper.drawing import rendered
+from bitgraft.paper.figures import rendered
 from bitgraft.paper.report import figures
 from bitgraft.paper.report.published import published_table
 from bitgraft.paper.report.records import LINES, as_lines, holds_record_files, read_records, read_suites
-from bitgraft.paper.report.render import comma_separated, html_page, latex_page, markdown_page
-from bitgraft.paper.report.results import Measure, Results, Stat, accuracy, gather
-from bitgraft.paper.report.table import Table
+from bitgraft.paper.report.render import Table, comma_separated, from_template, latex_page, markdown_page
+from bitgraft.paper.report.results import Combine, Measure, Results, Stat, accuracy, circumstances, gather
 from bitgraft.paper.report.tables import baselines_of, score_measure, tables
-from bitgraft.paper.report.wording import circumstances, name_of
+from bitgraft.paper.scores import Baselines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-OWN = ("imagenet", "imagenet12")
-"""What the backbone does of itself: it adds no parameters, and a suite may leave it out."""
+OWN = {"imagenet", "imagenet12"}
+"""The backbone's own data: they add no parameters, and a suite may leave them out."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +30,11 @@ class Report:
     tables: tuple[Table, ...]
     files: tuple[Path, ...]
     drawn: bool
-    """Whether there are figures: without matplotlib there are none."""
+    """False without matplotlib: there are no figures then."""
 
 
 def usual_place(source: Path) -> Path:
-    """Where a report of these records goes: below the runs, or where they lie in one file."""
+    """Where a report goes by default: below the runs, or next to a file of records."""
     if source.is_file():
         return source.parent
     return source / "report" if holds_record_files(source) else source
@@ -55,68 +54,61 @@ def write_report(
     grids = gather(records, suites, selected, validation)
     can_draw = find_spec("matplotlib") is not None
     made: list[Table] = []
-    drawn: list[tuple[Path, str, bytes]] = []
+    captions: dict[str, str] = {}
+    files: dict[str, bytes] = {}
     for grid in grids:
         stem = _stem(grid, grids)
         made += [replace(table, name=f"{stem}-{table.name}") for table in tables(grid, published, baseline)]
-        if can_draw:
-            found = _figures(grid, published, baseline)
-            drawn += [(out / f"{stem}-{name}.png", caption, rendered(plot, "png")) for name, caption, plot in found]
+        for name, caption, plot in _figures(grid, published, baseline) if can_draw else ():
+            captions[f"{stem}-{name}.png"], files[f"{stem}-{name}.png"] = caption, rendered(plot, "png")
     title = ", ".join(dict.fromkeys(grid.suite.title or grid.suite.name for grid in grids))
-    shown = [(file, caption) for file, caption, _ in drawn]
     where = circumstances(records)
     origin = f"From {len(records)} records, {LINES}" + (f" ({where})." if where else ".")
     texts = {
-        out / "report.md": markdown_page(title, made, shown, origin),
-        out / "report.tex": latex_page(made),
-        out / "report.html": html_page(title, made, shown, origin),
-        **{out / f"{table.name}.csv": comma_separated(table) for table in made},
-        out / LINES: as_lines(records, suites),
+        "report.md": markdown_page(title, made, captions, origin),
+        "report.tex": latex_page(made),
+        "report.html": from_template("report.html", title=title, tables=made, figures=captions, origin=origin),
+        **{f"{table.name}.csv": comma_separated(table) for table in made},
+        LINES: as_lines(records, suites),
     }
+    files = {name: text.encode() for name, text in texts.items()} | files
     out.mkdir(parents=True, exist_ok=True)
-    for file, text in texts.items():
-        write_atomically(file, text.encode())
-    for file, _, png in drawn:
-        write_atomically(file, png)
-    return Report(tuple(made), (*texts, *(file for file, _ in shown)), can_draw)
+    for name, content in files.items():
+        write_atomically(out / name, content)
+    return Report(tuple(made), tuple(out / name for name in files), can_draw)
 
 
 def _stem(grid: Results, grids: list[Results]) -> str:
-    """What the files of a suite begin with; with the backbone where one suite ran on several."""
+    """The suite's name; with the backbone where one suite ran on several."""
     several = sum(other.suite.name == grid.suite.name for other in grids) > 1
     return re.sub(r"[^\w.-]+", "-", f"{grid.suite.name}-{grid.backbone}" if several else grid.suite.name)
 
 
 def _figures(grid: Results, published: bool, baseline: str | None) -> Iterator[tuple[str, str, "Figure"]]:
-    """Name, caption and plot of each figure that there is something to show in."""
-    name, images = name_of(grid), "validation" if grid.validation else "test"
-    if shown := figures.accuracies(grid):
-        yield "by-method", f"{name}: accuracy by method", figures.by_method(shown, f"{images} accuracy, %", name)
-    if grid.form == "ablation":
-        return
-    label, points = _points(grid, published, baseline)
-    if points:
-        caption = f"{name}: {label.removesuffix(', %')} against parameters"
-        yield "params", caption, figures.against_parameters(points, label, name)
+    """Name, caption and plot of each figure that has something to show."""
+    if any(grid.accuracies(row, dataset) for row in grid.rows for dataset in grid.datasets):
+        yield "by-method", f"{grid.name}: accuracy by method", figures.by_method(grid)
+    if grid.form != "ablation":
+        baselines = baselines_of(grid, baseline) if grid.form == "decathlon" else None
+        what, unit = ("mean accuracy", ", %") if baselines is None else ("decathlon score S", "")
+        if points := _points(grid, published, baselines):
+            plot = figures.against_parameters(points, what + unit, grid.name)
+            yield "params", f"{grid.name}: {what} against parameters", plot
 
 
-def _points(grid: Results, published: bool, baseline: str | None) -> tuple[str, list[figures.Point]]:
-    """What is shown, and a point for each row that has all data sets; the paper's, where they are on the same ones."""
-    label, form = "mean accuracy, %", str(grid.form)
-    measure: Measure = accuracy
-    combine: Callable[[Iterable[float]], float] = fmean
-    if grid.form == "decathlon" and (baselines := baselines_of(grid, baseline)) is not None:
-        label, form, measure, combine = "decathlon score S", "scores", score_measure(baselines), sum
+def _points(grid: Results, published: bool, baselines: Baselines | None) -> list[figures.Point]:
+    """A point for each row with all data sets; and the paper's rows, if they have the same data sets."""
+    form = grid.form if baselines is None else "scores"
+    measure: Measure = accuracy if baselines is None else score_measure(baselines)
+    combine: Combine = fmean if baselines is None else sum
     points = [
         figures.Point(title, params, value)
         for row, title in grid.rows.items()
         if (value := grid.whole(row, measure, combine)) is not None and (params := grid.params(row)) is not None
     ]
     paper = published_table(form, grid.backbone, grid.datasets) if published else None
-    if paper is not None and set(paper.datasets) - set(grid.datasets) <= set(OWN):
-        points += [
-            figures.Point(f"{row.title} (paper)", float(row.params), Stat(theirs, None, 1), paper=True)
-            for row in paper.rows
-            if row.params is not None and (theirs := row.over(grid.datasets, combine)) is not None
-        ]
-    return label, points
+    for theirs in paper.rows if paper and set(paper.datasets) - set(grid.datasets) <= OWN else ():
+        whole = theirs.over(grid.datasets, combine)
+        if theirs.params is not None and whole is not None:
+            points.append(figures.Point(f"{theirs.title} (paper)", float(theirs.params), Stat(whole, None, 1), True))
+    return points
