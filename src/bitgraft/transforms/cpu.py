@@ -8,6 +8,7 @@ W~ that learns, and its gradient, may have the channels last where W and R do no
 way, in the processor's cache: from (channels, places) to (places, channels).
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,12 +36,14 @@ def affine(given: Sequence[Operands]) -> list[Tensor]:
         out = one.out
         if out is None or not _is_alike(out, one.weight):
             out = torch.empty_like(one.weight, memory_format=layout, requires_grad=False)
-        weight, k, to = _rows(one.weight), _k(one.k), _rows(out)
+        k, places = _k(one.k), _places(one.weight, out)
+        weight, to = _rows([one.weight, out], k, places)
         if one.is_packed:
-            pieces += [(from_bits, one.mask.numpy(), weight, k, to, *some) for some in _ranges(weight)]
+            ours: tuple[Any, ...] = (from_bits, one.mask.numpy(), weight, k, to)
         else:
-            ours = _rows(one.mask), weight, k, np.float32(one.threshold), to, _places(one.weight, out)
-            pieces += [(from_scores, *ours, *some) for some in _ranges(weight)]
+            scores = _rows([one.mask], k, places)[0]
+            ours = from_scores, scores, weight, k, np.float32(one.threshold), to, places
+        pieces += [(*ours, *some) for some in _ranges(weight)]
         outs.append(out)
     run(pieces)
     return outs
@@ -48,10 +51,11 @@ def affine(given: Sequence[Operands]) -> list[Tensor]:
 
 def gradients(grad: Tensor, one: Operands) -> tuple[Tensor, Tensor]:
     """dE/dM = dE/dW~ ∘ (k2 + k3 W), laid out as R, and dE/dk. The gradient is laid out as W, or has channels last."""
-    out, weight, k = torch.empty_like(one.mask, requires_grad=False), _rows(one.weight), _k(one.k)
+    out, k, places = torch.empty_like(one.mask, requires_grad=False), _k(one.k), _places(one.weight, grad)
+    g, weight, scores, to = _rows([grad, one.weight, one.mask, out], k, places)
     sums = torch.zeros(len(weight), 4, dtype=torch.float64)
-    ours = _rows(grad), weight, _rows(one.mask), k, np.float32(one.threshold), _rows(out), sums.numpy()
-    run((to_mask_and_k, *ours, _places(one.weight, grad), *some) for some in _ranges(weight))
+    ours = g, weight, scores, k, np.float32(one.threshold), to, sums.numpy(), places
+    run((to_mask_and_k, *ours, *some) for some in _ranges(weight))
     whole = sums if k.shape[1] > 1 else sums.sum(0, keepdim=True)
     return out, whole.t().reshape(one.k.shape).to(one.k.dtype)
 
@@ -61,10 +65,13 @@ def _is_alike(out: Tensor, weight: Tensor) -> bool:
     return same and (out.dtype, out.device) == (weight.dtype, weight.device)
 
 
-def _rows(tensor: Tensor) -> NDArray[Any]:
-    """The elements of each filter in the order in which they lie in memory."""
-    tensor = tensor.detach()
-    return (tensor if tensor.is_contiguous() else tensor.movedim(1, -1)).numpy().reshape(len(tensor), -1)
+def _rows(tensors: Sequence[Tensor], k: NDArray[Any], places: int) -> list[NDArray[Any]]:
+    """The elements of each filter in the order in which they lie in memory; of several, where they share one k and are
+    not transposed, since long rows are faster."""
+    filters, length = len(tensors[0]), tensors[0][0].numel()
+    merged = math.gcd(filters, PIECE // 16 // length) if k.shape[1] == places == 1 and length else 1
+    flat = [tensor.detach() if tensor.is_contiguous() else tensor.detach().movedim(1, -1) for tensor in tensors]
+    return [tensor.numpy().reshape(filters // max(1, merged), -1) for tensor in flat]
 
 
 def _k(k: Tensor) -> NDArray[Any]:
@@ -78,10 +85,10 @@ def _places(weight: Tensor, other: Tensor) -> int:
 
 
 def _ranges(weight: NDArray[Any]) -> Iterator[tuple[int, int]]:
-    """The filters of each piece: from the first up to the last."""
-    filters, length = weight.shape
-    step = max(1, min(PIECE, max(PIECE >> 4, weight.size // SHARES)) // max(1, length))
-    return ((first, min(first + step, filters)) for first in range(0, filters, step))
+    """The rows of each piece: from the first up to the last."""
+    rows, length = weight.shape
+    step = max(1, min(PIECE, max(PIECE // 16, weight.size // SHARES)) // max(1, length))
+    return ((first, min(first + step, rows)) for first in range(0, rows, step))
 
 
 @njit
@@ -159,6 +166,12 @@ def _sums(grad, weight, scores, threshold):  # type: ignore[no-untyped-def]
     return s0, s1, s2, s3
 
 
+@njit
+def _slopes(grad, weight, out, k2, k3):  # type: ignore[no-untyped-def]
+    for i in range(out.size):
+        out[i] = (weight[i] * k3 + k2) * grad[i]
+
+
 @compiled("void(f4[:, ::1], f4[:, ::1], f4[:, ::1], f4[:, ::1], f4, f4[:, ::1], f8[:, ::1], i8, i8, i8)")
 def to_mask_and_k(grad, weight, scores, k, threshold, out, sums, places, first, last):  # type: ignore[no-untyped-def]
     length = weight.shape[1]
@@ -176,8 +189,7 @@ def to_mask_and_k(grad, weight, scores, k, threshold, out, sums, places, first, 
             sums[row, 1] += s1
             sums[row, 2] += s2
             sums[row, 3] += s3
-            for i in range(begin, end):
-                to[i] = (w[i] * k3 + k2) * g[i]
+            _slopes(g[begin:end], w[begin:end], to[begin:end], k2, k3)
 
 
 @compiled("i8(u8[::1], u8[::1], u1[::1], u8[::1], u8[::1], u1[::1])")

@@ -35,8 +35,11 @@ def weight_gradient(x: Tensor, grad: Tensor, shape: torch.Size, stride: Pair, pa
     """dE/dW of a dense or depthwise convolution: for each place of the kernel, the sum over images and pixels of dE/dy
     times the input that it met there."""
     inputs, grads = x.permute(0, 2, 3, 1), grad.permute(0, 2, 3, 1)
-    out = grad.new_zeros(shape[0], *shape[2:], shape[1])
-    for i, j, before, after in _meetings(x.shape[2:], grad.shape[2:], shape[2:], stride, padding, dilation):
+    meetings = _meetings(x.shape[2:], grad.shape[2:], shape[2:], stride, padding, dilation)
+    out = grad.new_empty(shape[0], *shape[2:], shape[1])
+    if len(meetings) < shape[2] * shape[3]:
+        out.zero_()
+    for i, j, before, after in meetings:
         if x.shape[1] == shape[1]:
             torch.mm(_rows(grads[after]).t(), _rows(inputs[before]), out=out[:, i, j])
         else:
