@@ -61,7 +61,7 @@ class Network(nn.Module):
         self.train(backbone.training)
 
     def _begin(self) -> None:
-        """What is not copied or saved along with a network."""
+        """Set up what is not copied or pickled along with a network."""
         self._modules_at_work, self._spare = ModuleCache(self.active, self.memory), SpareModule()
         self._pinned: dict[str, TaskModule] = {}
         self._lock = threading.RLock()
@@ -82,9 +82,8 @@ class Network(nn.Module):
     def fingerprint(self) -> str:
         """What a task file knows its backbone by: a hash over everything but the head.
 
-        It is computed again once a tensor was exchanged or written to. A network that was rounded (`half()`) keeps the
-        one of the weights it was given, until somebody writes to them. Of writes that torch does not count (through
-        `.data`, NumPy or a fused optimizer) those that leave the first element of a tensor alone go unnoticed.
+        It follows writes to the weights, and stays through rounding (`net.half()`). A write that torch does not count
+        (through `.data`, NumPy or a fused optimizer) goes unnoticed if it leaves a tensor's first element as it was.
         """
         if self.joint:
             self._fingerprint.forget()  # it may learn further
@@ -179,14 +178,13 @@ class Network(nn.Module):
         if name is not None:
             filed = archive.rename(filed, name)
         self._check_new(filed.metadata.name)
-        if filed.backbone != self.fingerprint:
+        if filed.backbone != (own := self.fingerprint):
             raise WrongBackboneError(
-                f"{path} belongs to a backbone with fingerprint {filed.backbone[:12]}, "
-                f"this one has {self.fingerprint[:12]}: build the backbone with the weights that the task was made for"
+                f"{path} belongs to a backbone with fingerprint {filed.backbone[:12]}, this one has {own[:12]}: "
+                "build the backbone with the weights that the task was made for"
             )
         before = dependencies.found(filed.metadata, self.tasks)
-        if before:
-            filed = archive.rename_dependencies(filed, [task.name for task in before])
+        filed = archive.rename_dependencies(filed, [task.name for task in before])
         task = restore.restore_task(filed, self.anatomy, [task.transforms for task in before], head)
         dependencies.hold(before)
         return self._keep(task)
@@ -202,9 +200,9 @@ class Network(nn.Module):
         """
         with self._lock:
             found = self._find(task)
-            task_module = self._pinned.get(found.name)
-            if task_module is None:
-                task_module = self._pinned[found.name] = TaskModule(found).pin()
+            if found.name not in self._pinned:
+                self._pinned[found.name] = TaskModule(found).pin()
+            task_module = self._pinned[found.name]
         task_module.refresh()
         return task_module.module
 
@@ -214,7 +212,7 @@ class Network(nn.Module):
         Inputs are the backbone's, by position or by name. The task may also come second: `net(images, "flowers")`.
         One task gives what the backbone gives; a list of names gives a list with one tensor of scores per image.
         """
-        if task is None and len(inputs) > 1 and _names_tasks(inputs[1]):
+        if task is None and len(inputs) > 1 and grouping.names_tasks(inputs[1]):
             task, inputs = inputs[1], (inputs[0], *inputs[2:])
         if task is None or isinstance(task, str):
             return self.ready(task)(*inputs, **named)
@@ -222,28 +220,23 @@ class Network(nn.Module):
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call,untyped-decorator]
     def _mixed(self, tasks: list[str], inputs: Sequence[Any], named: Mapping[str, Any]) -> list[Tensor]:
-        """Each task's rows through that task's module."""
-        rows, groups = grouping.rows_by_task(tasks, inputs, named), []
+        groups, outputs = grouping.by_task(tasks, inputs, named), []
         with self._spare.lend() as spare:
-            for name, where in rows.items():
-                module = self._module_for(name, rows, spare)
-                part = [grouping.select(value, where, len(tasks)) for value in inputs]
-                rest = {key: grouping.select(value, where, len(tasks)) for key, value in named.items()}
-                groups.append((where, logits(module(*part, **rest))))
-        return grouping.in_order(groups)
+            for name, group in groups.items():
+                module = self._module_for(name, groups, spare)
+                outputs.append(logits(module(*group.inputs, **group.named)))
+        return grouping.in_order(groups.values(), outputs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _module_for(self, name: str, batch: Iterable[str], spare: SpareModule | None) -> TaskModule:
+    def _module_for(self, name: str, batch: Iterable[str], spare: SpareModule | None) -> Any:
         """The module that runs a task in a batch of several: the spare one if not all of them can keep their own."""
         with self._lock:
             tasks = {other: self._find(other) for other in batch}
-            task = tasks[name]
             kept = name in self.resident or self._modules_at_work.can_keep(tasks.values())
-            if not kept and spare is not None and spare.takes(task):
-                self._modules_at_work.make_room(computed_bytes(task))
-                return spare.ready(task)
-        ready: TaskModule = self.ready(name)
-        return ready
+            if kept or spare is None or not spare.takes(tasks[name]):
+                return self.ready(name)
+            self._modules_at_work.make_room(computed_bytes(tasks[name]))
+        return spare.ready(tasks[name])
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def ready(self, name: str | None) -> TaskModule:
@@ -251,9 +244,8 @@ class Network(nn.Module):
         gradients go to the tensors that the call began with, whatever runs meanwhile."""
         with self._lock:
             task = self._find(name)
-            pinned = self._pinned.get(task.name)
-            if pinned is not None:
-                return pinned
+            if task.name in self._pinned:
+                return self._pinned[task.name]
             grad = torch.is_grad_enabled()
             key = (task.name, threading.get_ident() if grad and task.learns() else int(grad))
             task_module = self._modules_at_work.get(key, task)
@@ -261,9 +253,7 @@ class Network(nn.Module):
         return task_module
 
     def _find(self, name: str | None) -> Task:
-        if name is None or name == self.original:
-            return self._original
-        return self._added(name)
+        return self._original if name is None or name == self.original else self._added(name)
 
     def _added(self, name: str) -> Task:
         if name == self.original:
@@ -307,10 +297,3 @@ class Network(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._begin()
-
-
-def _names_tasks(value: Any) -> bool:
-    """A task's name, or a list of names."""
-    return isinstance(value, str) or (
-        isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(name, str) for name in value)
-    )

@@ -262,20 +262,20 @@ def test_the_specification_computes_every_method(method: str, tmp_path: Path) ->
         before = found if method == "packnet" else {}
 
 
-def test_the_specification_computes_what_a_task_leans_on(tmp_path: Path) -> None:
+def test_the_specification_computes_what_a_task_depends_on(tmp_path: Path) -> None:
     net = bitgraft.Network(grouped(), example=(2, 4, 4, 4))
     for name in ("first", "second", "third"):
         net.add_task(name, classes=2, method="packnet").prune(0.5)
-    leans: dict[str, str] = {}
+    earlier: dict[str, str] = {}
     for name in ("first", "second", "third"):
-        assert net.tasks[name].metadata.depends_on == leans
+        assert net.tasks[name].metadata.depends_on == earlier
         net.save_task(name, tmp_path / name)
         about, tensors = read_from_the_specification((tmp_path / name).read_bytes())
-        assert about["leans_on"] == leans
-        digest = hashlib.sha256(json.dumps(["packnet", list(leans.values())], separators=(",", ":")).encode() + b"\n")
+        assert about["leans_on"] == earlier
+        digest = hashlib.sha256(json.dumps(["packnet", list(earlier.values())], separators=(",", ":")).encode() + b"\n")
         for key in sorted(key for key in tensors if ":" in key):
             digest.update(key.encode() + b"\n" + tensors[key].tobytes())
-        leans = {name: digest.hexdigest()}
+        earlier = {name: digest.hexdigest()}
 
 
 def test_a_series_adapter_by_the_specification(tmp_path: Path) -> None:

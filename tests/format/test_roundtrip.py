@@ -256,7 +256,7 @@ def test_packnet_tasks_load_in_their_order_and_only_on_the_right_ones(tmp_path: 
     assert list(third.tasks) == ["a"]
 
 
-def test_what_a_task_leans_on_is_known_by_weights_and_not_by_its_head(tmp_path: Path) -> None:
+def test_what_a_task_depends_on_is_known_by_weights_and_not_by_its_head(tmp_path: Path) -> None:
     net = network()
     first = archive.pack_task(trained(net, "a", "packnet"), "")
     weights = {key: t for key, t in first.tensors.items() if ":" in key}

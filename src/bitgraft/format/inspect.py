@@ -5,7 +5,7 @@ Layers are listed as the file states them: in the order in which data reaches th
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,18 +77,14 @@ class Inspection:
 
     def plain(self) -> dict[str, Any]:
         """As JSON holds it."""
-        metadata = self.archive.metadata
+        about = asdict(self.archive.metadata)
+        about["leans_on"] = list(about.pop("depends_on"))
+        about["classes"] = None if about["classes"] is None else list(about["classes"])
         return {
-            "name": metadata.name,
-            "method": metadata.method,
-            "options": dict(metadata.options),
-            "head": metadata.head,
+            **about,
             "head_layer": self.archive.head_layer,
-            "classes": None if metadata.classes is None else list(metadata.classes),
-            "preprocessing": dict(metadata.preprocessing),
             "metrics": dict(self.archive.metrics),
             "backbone": self.archive.backbone,
-            "leans_on": list(metadata.depends_on),
             "size": self.size,
             "bytes": dict(self.bytes),
             "weights": self.weights,
@@ -165,21 +161,9 @@ def _in_norm(layer: str, last: str, archive: Archive) -> bool:
 
 
 def _plain_layer(layer: Layer) -> dict[str, Any]:
-    spreads = {
-        f"k{i}": {"mean": _finite(k.mean), "low": _finite(k.low), "high": _finite(k.high)}
-        for i, k in enumerate(layer.k)
-    }
-    return {
-        "name": layer.name,
-        "shape": list(layer.shape),
-        "weights": layer.weights,
-        "ones": layer.ones,
-        "density": layer.density,
-        **spreads,
-        "values": layer.values,
-        "bytes": layer.bytes,
-    }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # JSON has no NaN
+    about = asdict(layer)
+    for i, spread in enumerate(about.pop("k")):
+        about[f"k{i}"] = {
+            name: value if math.isfinite(value) else None for name, value in spread.items()
+        }  # no NaN in JSON
+    return {**about, "shape": list(layer.shape), "density": layer.density}
