@@ -5,10 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bitgraft.errors import CorruptError
 from bitgraft.methods import registry
 from bitgraft.methods.masked import MaskOptions, masked
+from bitgraft.transforms import bits, kernels
 from bitgraft.transforms.affine import affine
 from bitgraft.transforms.base import Transform, Weight, strided_like
 from bitgraft.transforms.masked import PACE, Masked
@@ -416,6 +418,42 @@ def test_gradients_where_k2_follows_the_scores(per):
     assert torch.allclose(made.k1.grad, k1.grad, rtol=1e-4, atol=1e-6)
     k2 = 2 * (size * torch.exp(PACE * kappa.detach())).view(wide)
     assert torch.allclose(made.scores.grad, upstream * (1 + k3.detach().view(wide) * tensor / k2), rtol=1e-4, atol=1e-5)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Counts operations, and fails on those for which a host would wait for its device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        assert function.overloadpacket not in (aten._local_scalar_dense, aten.lift_fresh, aten.nonzero, aten.equal)
+        found = function(*args, **(kwargs or {}))
+        self.kernels += isinstance(found, torch.Tensor) and found.numel() > 1000 and not function.is_view
+        return found
+
+
+@pytest.mark.parametrize("per", PER)
+def test_on_other_devices_nobody_waits_and_kernels_are_few(per, monkeypatch):
+    """What other devices run, on the CPU: the bits without NumPy, and no compiled loops."""
+    monkeypatch.setattr(bits, "_on_cpu", lambda tensor: False)
+    monkeypatch.setattr(kernels, "loops", lambda: None)
+    layer = nn.Conv2d(30, 40, 3)
+    tensor = layer.weight.detach()
+    made = fresh(describe(layer), tensor, LEARNED, per=per)
+    made.scale_k2_by_r(1e-3, torch.Generator().manual_seed(0))
+    with NoWaiting() as learning:
+        learned = made(tensor)
+    assert learning.kernels <= 8
+    with NoWaiting():
+        learned.sum().backward()
+        made.freeze()
+        with NoWaiting() as frozen:
+            found = made(tensor)
+    assert frozen.kernels <= 8
+    assert torch.equal(found, learned)
 
 
 @pytest.mark.parametrize("k", [(0.0, "learn", 0.0, 1.0), (1.0, 0.0, "learn", 0.0), (0.0, 0.0, 0.0, 1.0)])

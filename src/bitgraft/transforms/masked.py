@@ -242,13 +242,6 @@ def transformed(
     }
 
 
-def one_by_one(transforms: Any, weights: Any, outs: Any) -> dict[str, Any]:
-    def call(name: str) -> Any:
-        return lambda: transformed({name: transforms[name]}, weights, outs)[name]
-
-    return {name: call(name) for name in transforms}
-
-
 def _shaped(tensor: Tensor, shape: torch.Size) -> Tensor:
     """A view would have other strides where a dimension has size 1, and convolutions look at those."""
     return tensor if tensor.shape == shape else tensor.view(shape)

@@ -62,7 +62,7 @@ class Borrowing(Transform):
 
     def forward(self, weight: Tensor) -> Tensor:
         wide = widened(weight)
-        masks = [_bits(transform).to(weight.device) for transform in self._earlier]
+        masks = [mask.packed.to(weight.device) for mask in self._earlier if mask.packed is not None]
         transformed: Tensor = self.own(wide) + LearnedMix.apply(self.borrowed, wide, *masks)
         return transformed.to(weight.dtype)
 
@@ -92,8 +92,3 @@ def own_mask(transform: nn.Module | None) -> Masked | None:
     if isinstance(transform, Borrowing):
         return transform.own
     return transform if isinstance(transform, Masked) else None
-
-
-def _bits(transform: Masked) -> Tensor:
-    assert transform.packed is not None, "a mask that other tasks use is frozen"
-    return transform.packed

@@ -18,7 +18,8 @@ from bitgraft.transforms.kernels import compiled
 
 EDGE = 4  # outputs of a tile in each direction
 FLAGS = {"reassoc", "nsz", "contract"}  # and not that NaN and infinities never come: they must come through
-SIGNATURE = "void(f4[:, :, :, ::1], f4[:, :, :, ::1], i8, i8, i8, i8, i8)"
+KINDS = ("inputs", "outputs", "filters")
+SIGNATURE = "void(i8, f4[:, :, :, ::1], f4[:, :, :, ::1], i8, i8, i8, i8, i8)"
 
 _INPUTS = np.array(
     [
@@ -114,30 +115,20 @@ def _gather(maps, planes, down, above, before, first, last, matrix):  # type: ig
 
 
 @compiled(SIGNATURE, fastmath=FLAGS)
-def spread_inputs(maps, planes, down, above, before, first, last):  # type: ignore[no-untyped-def]
-    _spread(maps, planes, down, above, before, first, last, _INPUTS)
+def spread(kind, maps, planes, down, above, before, first, last):  # type: ignore[no-untyped-def]
+    if kind == 0:
+        _spread(maps, planes, down, above, before, first, last, _INPUTS)
+    elif kind == 1:
+        _spread(maps, planes, down, above, before, first, last, _OUTPUTS)
+    else:
+        _spread(maps, planes, down, above, before, first, last, _FILTERS)
 
 
 @compiled(SIGNATURE, fastmath=FLAGS)
-def spread_outputs(maps, planes, down, above, before, first, last):  # type: ignore[no-untyped-def]
-    _spread(maps, planes, down, above, before, first, last, _OUTPUTS)
-
-
-@compiled(SIGNATURE, fastmath=FLAGS)
-def spread_filters(maps, planes, down, above, before, first, last):  # type: ignore[no-untyped-def]
-    _spread(maps, planes, down, above, before, first, last, _FILTERS)
-
-
-@compiled(SIGNATURE, fastmath=FLAGS)
-def gather_inputs(maps, planes, down, above, before, first, last):  # type: ignore[no-untyped-def]
-    _gather(maps, planes, down, above, before, first, last, _TO_INPUTS)
-
-
-@compiled(SIGNATURE, fastmath=FLAGS)
-def gather_outputs(maps, planes, down, above, before, first, last):  # type: ignore[no-untyped-def]
-    _gather(maps, planes, down, above, before, first, last, _TO_OUTPUTS)
-
-
-@compiled(SIGNATURE, fastmath=FLAGS)
-def gather_filters(maps, planes, down, above, before, first, last):  # type: ignore[no-untyped-def]
-    _gather(maps, planes, down, above, before, first, last, _TO_FILTERS)
+def gather(kind, maps, planes, down, above, before, first, last):  # type: ignore[no-untyped-def]
+    if kind == 0:
+        _gather(maps, planes, down, above, before, first, last, _TO_INPUTS)
+    elif kind == 1:
+        _gather(maps, planes, down, above, before, first, last, _TO_OUTPUTS)
+    else:
+        _gather(maps, planes, down, above, before, first, last, _TO_FILTERS)

@@ -73,19 +73,20 @@ def _spread(kind: str, map: Tensor, size: Pair = (1, 1), padding: Pair = (0, 0))
     (down, across), channels = _grid(size), map.shape[1]
     strips = len(map) * down
     planes = map.new_empty(PLANES, strips + 1, across, channels)  # one more: planes a power of two apart would all
-    _run(f"spread_{kind}", map, planes, down, padding)  # meet in a few lines of the cache
+    _run("spread", kind, map, planes, down, padding)  # meet in a few lines of the cache
     return planes[:, :strips].flatten(1, 2)
 
 
 def _gather(kind: str, tiles: Tensor, map: Tensor, size: Pair = (1, 1), padding: Pair = (0, 0)) -> Tensor:
     down, across = _grid(size)
-    _run(f"gather_{kind}", map, tiles.view(PLANES, -1, across, map.shape[1]), down, padding)
+    _run("gather", kind, map, tiles.view(PLANES, -1, across, map.shape[1]), down, padding)
     return map
 
 
-def _run(name: str, map: Tensor, planes: Tensor, down: int, padding: Pair) -> None:
-    loop, step = getattr(kernels.loops(LOOPS), name), -(-len(map) // SHARES)
-    ours = map.detach().permute(0, 2, 3, 1).numpy(), planes.detach().numpy(), down, *padding
+def _run(way: str, kind: str, map: Tensor, planes: Tensor, down: int, padding: Pair) -> None:
+    loops, step = kernels.loops(LOOPS), -(-len(map) // SHARES)
+    loop, number = getattr(loops, way), loops.KINDS.index(kind)
+    ours = number, map.detach().permute(0, 2, 3, 1).numpy(), planes.detach().numpy(), down, *padding
     kernels.run((loop, *ours, first, min(first + step, len(map))) for first in range(0, len(map), step))
 
 
