@@ -8,7 +8,8 @@ import typer
 from bitgraft.cli.names import AsJson, Workers
 
 if TYPE_CHECKING:
-    from bitgraft.paper.bench.runner import Board, Pool
+    from bitgraft.paper.bench.pools import Pool
+    from bitgraft.paper.bench.runner import Board
     from bitgraft.paper.bench.suite import Suite
 
 TRY = """\b
@@ -119,7 +120,7 @@ def _run(
     from bitgraft.cli.board import Progress
     from bitgraft.cli.output import show_json
     from bitgraft.paper.bench import runner
-    from bitgraft.paper.bench.runner import Place
+    from bitgraft.paper.bench.pools import Place
 
     if plan:
         _plan(runner.plan(chosen, folder), as_json)
@@ -141,7 +142,7 @@ def _run(
 
 
 def _pool(jobs: int, ray: str | None) -> "Pool":
-    from bitgraft.paper.bench.runner import Local, Ray
+    from bitgraft.paper.bench.pools import Local, Ray
 
     return Local(jobs) if ray is None else Ray(None if ray == "local" else ray)
 
