@@ -21,9 +21,9 @@ from bitgraft.cli.bench import table
 from bitgraft.errors import SuiteError
 from bitgraft.methods import registry
 from bitgraft.network import Network
-from bitgraft.paper.bench import reading, record, runner, submission, worker
+from bitgraft.paper.bench import pools, reading, record, runner, submission, worker
+from bitgraft.paper.bench.pools import Ended, Local, Place
 from bitgraft.paper.bench.reading import load_suite, parse
-from bitgraft.paper.bench.runner import Ended, Local, Place
 from bitgraft.paper.bench.suite import Cell, on_all_labels, on_backbone, settings
 from bitgraft.paper.report.published import published_table
 from bitgraft.paper.report.records import read_records, read_suites
@@ -339,8 +339,8 @@ def test_a_killed_worker_is_reported_and_its_run_goes_on(place):
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
 
-    line = runner.job(held, cell, place)
-    fault = runner.work(line, lambda process: threading.Thread(target=kill, args=(process,), daemon=True).start())
+    line = pools.job(held, cell, place)
+    fault = pools.work(line, lambda process: threading.Thread(target=kill, args=(process,), daemon=True).start())
     assert fault == "the process was ended by signal 9"
     assert going[0].returncode == -signal.SIGKILL
     assert not (state.parent / "record.json").exists()
@@ -356,14 +356,14 @@ def test_a_worker_whose_parent_is_gone_keeps_its_state_and_leaves(place):
     held = small(datasets=SMALL["datasets"][:1], rows=SMALL["rows"][:1], config={**SMALL["config"], "epochs": 500})
     command = [sys.executable, "-m", "bitgraft.paper.bench.worker"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        process.stdin.write(runner.job(held, next(held.cells()), place) + "\n")
+        process.stdin.write(pools.job(held, next(held.cells()), place) + "\n")
         process.stdin.flush()
         folder = place.runs / "full" / "seed-0" / "runs" / "photos"
         while not (folder / "metrics.jsonl").exists():
             assert process.poll() is None
             time.sleep(0.01)
         process.stdin.close()
-        assert process.wait() == runner.STOPPED
+        assert process.wait() == pools.STOPPED
     assert (folder / "state.pt").exists()
 
 
@@ -406,12 +406,13 @@ def test_on_ray_a_lost_worker_is_replaced(place, monkeypatch):
     import ray
 
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # else a busy machine never gets to its workers
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         held = small(rows=SMALL["rows"][1:], config={**SMALL["config"], "epochs": 30})
         killer = threading.Thread(target=lambda: os.kill(_worker_of_ray(), signal.SIGKILL), daemon=True)
         killer.start()
-        board = runner.run(held, place, runner.Ray(None))
+        board = runner.run(held, place, pools.Ray(None))
         killer.join()
     finally:
         ray.shutdown()

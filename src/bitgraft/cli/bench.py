@@ -78,7 +78,7 @@ def bench(
     from rich.console import Console
     from rich.live import Live
 
-    from bitgraft.paper.bench.runner import Local, Place, Ray
+    from bitgraft.paper.bench.pools import Local, Place, Ray
     from bitgraft.paper.bench.submission import write_submission
 
     place = Place(root, folder, threads or max(1, (os.cpu_count() or 1) // jobs), workers)

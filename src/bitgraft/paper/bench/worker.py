@@ -21,8 +21,8 @@ from bitgraft.methods import registry
 from bitgraft.network import Network
 from bitgraft.paper.bench import record
 from bitgraft.paper.bench.check import faults
+from bitgraft.paper.bench.pools import STOPPED
 from bitgraft.paper.bench.reading import parse
-from bitgraft.paper.bench.runner import STOPPED
 from bitgraft.paper.bench.submission import predicted
 from bitgraft.paper.bench.suite import Cell, Suite
 from bitgraft.paper.report.records import ORIGINAL
