@@ -45,7 +45,8 @@ SIMULATED = textwrap.dedent(
         with Sim():
             result = fit(net, "stripes", stripes(80, 1), stripes({val}, 2), CONFIG, accelerator=Simulated(cpu=True),
                          callbacks=[noted])
-            assert all(tensor.device == SIM for tensor in net.tasks["stripes"].state_dict().values())
+            task = net.tasks["stripes"]
+            assert all(tensor.device == SIM for tensor in (*task.parameters(), *task.buffers()))
         found[method] = dict(steps=noted.steps, epochs=noted.epochs, history=result.history)
     torch.save(found, {out!r})
     """

@@ -375,7 +375,7 @@ def test_rates_that_are_too_high_leave_the_last_good_epoch(tmp_path):
 
     class Keeping(Callback):
         def epoch(self, record):
-            values.append({name: tensor.clone() for name, tensor in net.tasks["stripes"].values().items()})
+            values.append({name: tensor.clone() for name, tensor in net.tasks["stripes"].stored().items()})
 
     config = SHORT.changed(epochs=4, schedule="constant", warmup=0.0, clip_to_ema_norm=False)
     spoil = iter([False] * 4 + [True] * 100)  # from the second epoch on
@@ -386,7 +386,7 @@ def test_rates_that_are_too_high_leave_the_last_good_epoch(tmp_path):
     with pytest.raises(TrainingError, match=r"in epoch 2 at or shortly before step 1: lower the rates"):
         fit(net, "stripes", stripes(64, 1), None, config, loss=loss, callbacks=[Keeping()])
     (last,) = values
-    assert all(torch.equal(tensor, last[name]) for name, tensor in net.tasks["stripes"].state_dict().items())
+    assert all(torch.equal(tensor, last[name]) for name, tensor in net.tasks["stripes"].owned.items())
 
 
 def test_validation_and_test_images_that_are_not_finite_are_named():
