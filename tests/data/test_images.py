@@ -139,3 +139,10 @@ def test_arrays_with_labels_that_do_not_fit_are_refused(labels, classes):
 def test_names_are_made_distinct():
     assert distinct(["a", "b"]) == ("a", "b")
     assert distinct(["a", "b", "a"]) == ("a (0)", "b", "a (2)")
+
+
+def test_shares_that_cannot_be_held_out_are_refused_even_where_nothing_is():
+    images = Images((Path("a.png"), Path("b.png")), (0, 1))
+    splits = Splits(name="whole", classes=("a", "b"), train=images, val=images, test=images)
+    with pytest.raises(DataError, match="val_share is the share of images to hold out"):
+        splits.hold_out(1.5, 0.0, seed=0)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from bitgraft.data.decode import ArrayImages
-from bitgraft.data.seeded import stratified_split
+from bitgraft.data.seeded import check_shares, stratified_split
 from bitgraft.errors import DataError
 
 UNLABELLED = -1
@@ -91,6 +91,7 @@ class Splits:
 
     def hold_out(self, val_share: float, test_share: float, seed: int) -> "Splits":
         """With val and test taken from the training images by the seed, where they are missing."""
+        check_shares(val_share, test_share)
         train, val, test = stratified_split(
             self.train.labels, 0.0 if self.val else val_share, 0.0 if self.test else test_share, seed
         )

@@ -37,14 +37,19 @@ def stratified_split(
     labels: Sequence[int], val_share: float, test_share: float, seed: int
 ) -> tuple[list[int], list[int], list[int]]:
     """Positions for train, val and test, each in order. Shares are of the whole; no class loses its last image."""
+    check_shares(val_share, test_share)
+    rest, test = _take(range(len(labels)), labels, test_share, seed, stream=0)
+    train, val = _take(rest, labels, val_share / (1 - test_share), seed, stream=1)
+    return train, val, test
+
+
+def check_shares(val_share: float, test_share: float) -> None:
+    """Refuse shares that cannot be held out."""
     for name, share in (("val_share", val_share), ("test_share", test_share)):
         if not 0 <= share < 1:
             raise DataError(f"{name} is the share of images to hold out, at least 0 and below 1, not {share}")
     if val_share + test_share >= 1:
         raise DataError(f"val_share {val_share} and test_share {test_share} together leave nothing to train on")
-    rest, test = _take(range(len(labels)), labels, test_share, seed, stream=0)
-    train, val = _take(rest, labels, val_share / (1 - test_share), seed, stream=1)
-    return train, val, test
 
 
 def _take(

@@ -66,7 +66,7 @@ def settle_statistics(
     moving = [layer for layer in layers if layer.training]
     if not moving:
         return
-    for layer in moving:  # of this task_module alone, which is thrown away
+    for layer in moving:  # of this module alone, which is thrown away
         layer.momentum = None
         layer.num_batches_tracked.zero_()
     for images, part in batches:
