@@ -5,6 +5,7 @@ order layers run, whose output goes straight into a norm, and whose output is th
 can be overridden with the patterns of `fnmatch` (`"layer4.*"`).
 """
 
+import functools
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -77,9 +78,13 @@ class Anatomy:
         """The backbone's floating dtype (of its first parameter that has one)."""
         return next((p.dtype for p in self.backbone.parameters() if p.is_floating_point()), torch.float32)
 
+    @functools.cached_property
+    def _head_names(self) -> list[str]:
+        return _held_by(self.heads, self.places)
+
     def head_names(self) -> list[str]:
         """The names of the tensors that belong to the head alone."""
-        return _held_by(self.heads, self.places)
+        return list(self._head_names)
 
     @property
     def head_tied(self) -> bool:

@@ -37,4 +37,4 @@ def _versions(tensors: Collection[Tensor]) -> list[int | None]:
 
 
 def _first_elements(tensors: Collection[Tensor]) -> list[Any]:
-    return [tensor.detach()[(0,) * tensor.dim()].item() for tensor in tensors if tensor.numel()]
+    return [tensor.detach().as_strided((), ()).item() for tensor in tensors if tensor.numel()]
