@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench load browser clean
+.PHONY: demo test check bench load browser docs dist clean
 
 demo: $(READY)
 	$(BIN)/bitgraft demo
@@ -32,10 +32,22 @@ browser: $(READY)
 	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e ".[browser]"
 	$(BIN)/python -m benchmarks.browser $(if $(SHOTS),--shots $(SHOTS))
 
+# The site in site/; anything that mkdocs warns of is an error.
+docs: $(READY)
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# An sdist and a wheel in dist/; with TAG=v1.2.3, only if the version is 1.2.3 and the changelog has a section for it.
+dist:
+	$(PYTHON) -m venv $(VENV)-release
+	$(VENV)-release/bin/pip install --disable-pip-version-check -q -c constraints.txt build
+	$(VENV)-release/bin/python .ci/check_release.py $(TAG)
+	$(VENV)-release/bin/python -m build
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e ".[demo,test,check]"
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-release dist

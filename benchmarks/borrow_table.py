@@ -30,9 +30,10 @@ from bitgraft.paper.bench.record import store_folder
 from bitgraft.paper.bench.suite import Cell, Suite
 from bitgraft.store import Store
 from bitgraft.training.config import Config
-from bitgraft.training.evaluation import score
+from bitgraft.training.evaluation import evaluate
+from bitgraft.training.inputs import training_images
 from bitgraft.training.loop import fit
-from bitgraft.workflows.train_task import preprocessing_for, training_images
+from bitgraft.workflows.train_task import preprocessing_for
 
 EARLIER, DOMAINS, SHOTS, SEEDS, STEPS = ("vgg-flowers", "gtsrb"), ("dtd",), (1, 5, 20), (0, 1, 2), 100
 RESULTS, PAGE = Path("benchmarks/results/borrow.json"), Path("docs/results/borrow.md")
@@ -79,12 +80,12 @@ class Domain:
         """Train a task on few images, try it, and forget it."""
         splits, begun, spent = self.splits, time.perf_counter(), time.process_time()
         images = few(splits.train, shots, config.seed)
-        task = net.add_task("new", splits.classes, seed=config.seed, **taken)
+        task = net.add_task("new", splits.classes, preset=None, seed=config.seed, **taken)
         try:
             torch.manual_seed(config.seed)
             fit(net, "new", training_images(images, splits, self.preprocessing, config), None, config)
             task.freeze()
-            accuracy = score(net, "new", self.test, batch=128)["accuracy"]
+            accuracy = evaluate(net, "new", self.test, batch=128)["accuracy"]
         finally:
             net.remove_task("new")
         return {

@@ -105,14 +105,14 @@ def _shoot(page: Any, shots: Path | None, name: str) -> None:
 
 @contextmanager
 def _server(folder: Path) -> Iterator[str]:
-    from benchmarks.load import _picture
+    from benchmarks.load import picture
 
-    (folder / "rose.jpg").write_bytes(_picture(0))
-    (folder / "broken.jpg").write_bytes(_picture(0)[:3000])
+    (folder / "rose.jpg").write_bytes(picture(0))
+    (folder / "broken.jpg").write_bytes(picture(0)[:3000])
     net = Network(BACKBONE.build())
     store = Store.create(folder / "store", BACKBONE, net)
     for seed, (name, classes) in enumerate(CLASSES.items()):
-        task, rng = net.add_task(name, classes, "full", seed=seed), torch.Generator().manual_seed(seed)
+        task, rng = net.add_task(name, classes, "full", preset=None, seed=seed), torch.Generator().manual_seed(seed)
         for role, parameter in task.roles():
             if role in ("scores", "k"):
                 noise = torch.randn(parameter.shape, generator=rng)

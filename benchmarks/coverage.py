@@ -37,6 +37,9 @@ CLASSES = 5
 Make = Callable[[], nn.Module]
 
 
+NAMED = {"torchvision.video.s3d": {"head": "classifier.1"}}  # which says nowhere how many classes it has
+
+
 def modules() -> list[str]:
     timms = {timm.models._registry._model_to_module[name] for name in timm.list_models()}
     return sorted(f"timm.{name}" for name in timms) + sorted({_module_of(name) for name in _torchvision()})
@@ -65,7 +68,10 @@ def smallest(module: str) -> Iterator[tuple[str, Make]]:
             made[model] = lambda build=build, plain=plain: build(weights=None, **plain)
     best: dict[int, tuple[int, str]] = {}
     for model, make in made.items():
-        with torch.device("meta"):
+        try:
+            with torch.device("meta"):
+                network = make()
+        except RuntimeError:  # RegNet computes its widths with tensors
             network = make()
         stated = (getattr(network, "pretrained_cfg", None) or {}).get("classifier")
         size = sum(p.numel() for p in network.parameters())
@@ -80,6 +86,8 @@ def shapes(network: nn.Module, module: str) -> list[tuple[int, ...]]:
     stated = getattr(network, "pretrained_cfg", None) or {}
     if ".video" in module:
         return [(2, 3, 16, 112, 112), (2, 3, 16, 224, 224)]
+    if hasattr(network, "AuxLogits"):
+        return [(2, 3, 299, 299)]  # in training its second classifier takes no smaller ones
     sizes = [(3, 96, 96), stated.get("min_input_size", (3, 160, 160)), stated.get("input_size", (3, 224, 224))]
     return [(2, *size) for size in (sizes[2:] if stated.get("fixed_input_size") else sizes)]
 
@@ -89,7 +97,7 @@ def read(network: nn.Module, module: str) -> tuple[Network, Tensor]:
     tried = shapes(network, module)
     for shape in tried:
         try:
-            return Network(network, example=shape), torch.randn(shape, generator=rng)
+            return Network(network, example=shape, **NAMED.get(module, {})), torch.randn(shape, generator=rng)
         except BackboneError:
             if shape is tried[-1]:
                 raise
@@ -111,7 +119,7 @@ def check(module: str, make: Make) -> dict[str, Any]:
         "images": list(images.shape),
         "warning": said[0] if said else None,
     }
-    task = net.add_task("t", classes=CLASSES)
+    task = net.add_task("t", classes=CLASSES, preset=None)
     optimizer = torch.optim.SGD(task.parameters(), 1e-2)
     task.train()
     nn.functional.cross_entropy(logits(net(images, task="t")), torch.tensor([0, 1])).backward()

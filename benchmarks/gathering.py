@@ -16,6 +16,7 @@ from benchmarks.tables import between_marks
 from bitgraft.backbone.files import write_atomically
 from bitgraft.paper.bench.reading import load_suite
 from bitgraft.paper.bench.record import finished
+from bitgraft.paper.bench.runner import Place
 from bitgraft.paper.bench.suite import Cell, Suite
 from bitgraft.paper.bench.worker import run_cell
 
@@ -30,7 +31,7 @@ def suite_at(root: Path, rows: Sequence[str], seeds: Sequence[int], domains: Seq
 def ensure(suite: Suite, cell: Cell, root: Path, runs: Path) -> None:
     """Train what is not there yet."""
     if not finished(suite, runs, cell):
-        run_cell(suite, cell, root.parent, runs)
+        run_cell(suite, cell, Place(root.parent, runs))
 
 
 def so_far(path: Path, said: dict[str, Any], parser: argparse.ArgumentParser) -> dict[str, Any]:

@@ -63,6 +63,8 @@ class Side:
     """Requests per second in each round."""
     seconds: list[float] = field(default_factory=list)
     """Of every request."""
+    tolerance: float = 0.0
+    """By how much a probability may differ from the offline one."""
     wrong: int = 0
     checked: int = 0
 
@@ -90,15 +92,15 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="bitgraft-load-") as folder, ExitStack() as stack:
-        pictures = [_picture(seed) for seed in range(PICTURES)]
+        pictures = [picture(seed) for seed in range(PICTURES)]
         sides = _sides(Path(folder), pictures, stack)
         for side in sides:
-            _traffic(side, pictures, options.seconds / 2, options.clients)  # weights are computed, memory is in use
+            traffic(side, pictures, options.seconds / 2, options.clients)  # weights are computed, memory is in use
             side.rates.clear()
             side.seconds.clear()
         for number in range(options.rounds):
             for side in sides if number % 2 == 0 else sides[::-1]:
-                _traffic(side, pictures, options.seconds, options.clients)
+                traffic(side, pictures, options.seconds, options.clients)
         return _report(sides, options.rounds, options.seconds, options.clients)
 
 
@@ -109,11 +111,9 @@ def _sides(folder: Path, pictures: Sequence[bytes], stack: ExitStack) -> list[Si
         net = Network(BACKBONE.build(), active=10)
         store = Store.create(path, BACKBONE, net)
         for number, name in enumerate(TASKS if method else ()):
-            _add(store, net, name, str(method), number)
+            add(store, net, name, str(method), number)
         names = TASKS if method else [net.original]
-        answers |= {
-            (f"{path.name}/{name}", i): _offline(net, name, p) for name in names for i, p in enumerate(pictures)
-        }
+        answers |= {(f"{path.name}/{name}", i): offline(net, name, p) for name in names for i, p in enumerate(pictures)}
     one = stack.enter_context(_server(mixed))
     small = stack.enter_context(_server(mixed, "--memory-budget", SMALL))
     single = stack.enter_context(_server(plain))
@@ -134,9 +134,9 @@ def _of(answers: dict[Asked, Any], store: str) -> dict[Asked, Any]:
     return {(parts[2], i): said for (parts, i), said in found.items() if parts[0] == store}
 
 
-def _add(store: Store, net: Network, name: str, method: str, seed: int) -> None:
+def add(store: Store, net: Network, name: str, method: str, seed: int) -> None:
     """A task with a random mask: it takes what a learned one takes."""
-    task = net.add_task(name, CLASSES, method, seed=seed)
+    task = net.add_task(name, CLASSES, method, preset=None, seed=seed)
     rng = torch.Generator().manual_seed(seed)
     for role, parameter in task.roles():
         if role == "scores":
@@ -146,7 +146,7 @@ def _add(store: Store, net: Network, name: str, method: str, seed: int) -> None:
 
 
 @torch.no_grad()
-def _offline(net: Network, name: str, data: bytes) -> Any:
+def offline(net: Network, name: str, data: bytes) -> Any:
     """What the library says to one image, as a client gets it."""
     own = name == net.original
     stated = stated_preprocessing(net.backbone) if own else net.tasks[name].metadata.preprocessing
@@ -155,7 +155,7 @@ def _offline(net: Network, name: str, data: bytes) -> Any:
     return [{"class": str(p), "probability": v} for p, v in zip(places.tolist(), values.tolist(), strict=True)]
 
 
-def _picture(seed: int) -> bytes:
+def picture(seed: int) -> bytes:
     """A photograph's size and roughness: noise on several scales."""
     rng = np.random.default_rng(seed)
     layers = [Image.fromarray(rng.integers(0, 256, (n, n, 3), dtype=np.uint8)).resize((320, 280)) for n in (4, 16, 64)]
@@ -166,22 +166,39 @@ def _picture(seed: int) -> bytes:
 
 @contextmanager
 def _server(store: Path, *options: str) -> Iterator[tuple[int, int]]:
-    """A running service: its process, and its port."""
-    command = [sys.executable, "-c", MAIN, "serve", "--store", str(store), "--port", "0", "--threads", "1", *options]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
+    """A running service with exact answers: its process, and its port."""
+    command = ["-c", MAIN, "serve", "--store", str(store), "--port", "0", "--threads", "1", "--exact", *options]
+    with running(command, "1") as (process, port):
+        yield process, port
+
+
+@contextmanager
+def running(command: Sequence[str], threads: str) -> Iterator[tuple[int, int]]:
+    """A server that prints its address first: its process, and its port."""
+    env = {**os.environ, "OMP_NUM_THREADS": threads}
+    process = subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
+    )
     try:
         assert process.stdout is not None
         found = re.search(r":(\d+)/", process.stdout.readline())
         if found is None:
-            raise SystemExit(f"the server did not start: try `bitgraft serve --store {store}`")
+            raise SystemExit(f"the server did not start: try `python {' '.join(command)}`")
         yield process.pid, int(found[1])
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
 
 
-def _traffic(side: Side, pictures: Sequence[bytes], seconds: float, count: int) -> None:
+def _same(said: Any, wanted: Any, tolerance: float) -> bool:
+    if not tolerance or said is None:
+        return bool(said == [wanted])
+    pairs = list(zip(said[0], wanted, strict=True))
+    best = said[0][0]["class"] == wanted[0]["class"]
+    return best and all(abs(one["probability"] - other["probability"]) <= tolerance for one, other in pairs)
+
+
+def traffic(side: Side, pictures: Sequence[bytes], seconds: float, count: int) -> None:
     """Clients that ask one thing after another, each any task and any picture."""
     done: list[list[tuple[float, bool]]] = [[] for _ in range(count)]
     end = time.perf_counter() + seconds
@@ -217,7 +234,7 @@ def _client(side: Side, pictures: Sequence[bytes], end: float, seed: int, done: 
         except (http.client.HTTPException, OSError):  # a connection that was idle for too long: a fresh one
             line.close()
             continue
-        done.append((time.perf_counter() - began, said.get("answers") == [side.wanted[asked]]))
+        done.append((time.perf_counter() - began, _same(said.get("answers"), side.wanted[asked], side.tolerance)))
     for line in lines.values():
         line.close()
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import floor
 from pathlib import Path
 
-from bitgraft.paper.report.published import PublishedRow, published_tables
+from bitgraft.paper.report.results import PublishedRow, published_tables
 from bitgraft.paper.scores import (
     Labels,
     Score,

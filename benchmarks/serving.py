@@ -23,7 +23,7 @@ def backbone() -> nn.Module:
 
 def trained(net: bitgraft.Network, name: str, seed: int = 0, share: float = 0.5) -> Task:
     """A task as training leaves it: masks with some share of ones, k away from their start."""
-    task, rng = net.add_task(name, classes=CLASSES, seed=seed), torch.Generator().manual_seed(seed)
+    task, rng = net.add_task(name, classes=CLASSES, preset=None, seed=seed), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for role, parameter in task.roles():
             if role == "scores":

@@ -63,15 +63,15 @@ def ours(model: nn.Module, method: str, images: torch.Tensor, labels: torch.Tens
     import bitgraft
     from bitgraft.methods.registry import Phase
     from bitgraft.training import cpu, optimizers
-    from bitgraft.training.config import Config
     from bitgraft.training.learner import Learner, Objective
+    from bitgraft.training.presets import PAPER
 
     net = bitgraft.Network(model)
-    task = net.add_task("task", classes=CLASSES, method=method.removesuffix(PLAINLY))
+    task = net.add_task("task", classes=CLASSES, method=method.removesuffix(PLAINLY), preset=None)
     learner = net if method.endswith(PLAINLY) else Learner(net, [task])
     cpu.set_channels_last(task, not method.endswith(PLAINLY))
     objective = Objective([task])
-    optimizers = optimizers.build(task.roles(), Config(), Phase())
+    optimizers = optimizers.build(task.roles(), PAPER, Phase())
     task.train()
 
     def step() -> None:

@@ -135,7 +135,7 @@ def _store(folder: Path, count: int) -> Path:
     kind = Backbone("wrn-28-2", pretrained=False)
     net = bitgraft.Network(kind.build())
     store = Store.create(folder, kind, net)
-    net.add_task("task-0", classes=10).freeze()
+    net.add_task("task-0", classes=10, preset=None).freeze()
     net.save_task("task-0", store.path("task-0"))
     for index in range(1, count):
         shutil.copyfile(store.path("task-0"), folder / f"task-{index}{SUFFIX}")

@@ -92,13 +92,20 @@ def offline(net: Network, name: str, data: bytes, top: int = 5) -> list[dict[str
 
 
 class Served:
-    """A running `bitgraft serve`, forked off so that it need not import everything again."""
+    """A running `bitgraft serve`, forked off so that it need not import everything again.
+
+    Its answers are exact, so that they can be compared to the last bit, unless another engine is asked for.
+    """
 
     def __init__(self, folder: Path, *options: str) -> None:
+        if "--engine" not in options:
+            options = (*options, "--exact")
         self._said = folder / f"said-{time.monotonic_ns()}.txt"
         self._said.touch()
         arguments = ["serve", "--store", "store", "--port", "0", "--threads", "1", *options]
-        self._process = _clean.Process(target=_serve, args=(str(folder), str(self._said), arguments))
+        self._process = _clean.Process(
+            target=_serve, args=(str(folder), str(self._said), arguments, os.environ["BITGRAFT_CACHE"])
+        )
         self._process.start()
         self.pid = self._process.pid or 0
         until(lambda: self.ended() or "serving" in self.said, "it did not start")
@@ -151,9 +158,10 @@ _clean = multiprocessing.get_context("forkserver")  # the tests' own process has
 _clean.set_forkserver_preload(["bitgraft.cli.main", "bitgraft.network", "bitgraft.serving.supervisor", "uvicorn"])
 
 
-def _serve(folder: str, said: str, arguments: list[str]) -> None:
+def _serve(folder: str, said: str, arguments: list[str], cache: str) -> None:
     code: Any = 99
     try:
+        os.environ["BITGRAFT_CACHE"] = cache  # the fork server was started without it
         os.setsid()
         os.chdir(folder)
         log = os.open(said, os.O_WRONLY | os.O_APPEND)

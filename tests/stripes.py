@@ -36,11 +36,11 @@ def stripes(count: int, seed: int) -> TensorDataset:
 
 def network(method: str = "full", name: str = "stripes") -> Network:
     net = Network(backbone())
-    net.add_task(name, classes=3, method=method)
+    net.add_task(name, classes=3, method=method, preset=None)
     return net
 
 
-SHORT = QUICK.changed(epochs=2, batch=16)
+SHORT = QUICK.changed(epochs=2, batch=16, warmup=0.5)
 PROPORTIONATE = SHORT.changed(  # Adam divides by a gradient's size, and so makes much of the rounding of a tiny one
     optimizers=dict.fromkeys(QUICK.optimizers, "sgd"),
     rates={"scores": 1e-2, "k": 1e-2, "k1": 1e-2, "norms": 1e-2, "weights": 1e-2, "head": 1e-2},

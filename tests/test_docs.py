@@ -2,13 +2,18 @@
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
+import timm
+import torch
 import typer
-from images import bitgraft
+from images import NET, bitgraft, furnish
 
+from bitgraft import Network, load_backbone
 from bitgraft.cli.main import app
+from bitgraft.training import budget
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -58,3 +63,32 @@ def test_what_is_pasted_is_what_is_printed(command, capsys, monkeypatch):
     code, out, _ = bitgraft(capsys, monkeypatch, *command.split())
     assert code == 0
     assert out == pasted
+
+
+def blocks(page):
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_in_the_docs_is_python(page):
+    for block in blocks(page.relative_to(ROOT)):
+        compile(block, str(page), "exec")
+
+
+@pytest.mark.parametrize("page", ["docs/index.md", "docs/quickstart.md", "docs/peft.md"])
+def test_the_first_steps_run_as_they_stand(page, tmp_path, monkeypatch):
+    """With a small network for ResNet-50, folders of coloured squares, and runs of one epoch."""
+    furnish(tmp_path, monkeypatch)
+    shutil.copy("photos/test/red/0.png", "rose.jpg")
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained: load_backbone(NET))
+    monkeypatch.setattr(budget, "planned_epochs", lambda *given: 1)
+    images, labels = torch.rand(2, 3, 16, 16), torch.arange(2)
+    names = {"images": images, "loader": [(images, labels)]}
+    if page == "docs/peft.md":
+        names["net"] = Network(load_backbone(NET))
+        names["net"].add_task("flowers", classes=3)
+    for block in blocks(page):
+        if "2048" in block or "example=" in block:  # of ResNet-50's own layers
+            continue
+        exec(block.replace("classes=102", "classes=3"), names)
+    assert "flowers" in names["net"].tasks

@@ -691,3 +691,32 @@ def test_a_compiled_network_is_not_compiled_again_at_every_step():
         counts.append(counter.frame_count)
     assert counts[0] >= 1
     assert counts[1] == counts[-1]
+
+
+def test_the_usual_filter_gives_what_tasks_learn():
+    net = Network(tiny())
+    before = snapshot(net.backbone)
+    task = net.add_task("t", classes=3)
+    names = dict(net.named_parameters())
+    assert {name for name, p in names.items() if p.requires_grad} == {n for n in names if n.startswith("_tasks.")}
+    assert {id(p) for p in net.parameters() if p.requires_grad} == {id(p) for p in task.parameters()}
+    weight = names["backbone.stem.weight"]
+    assert weight.data_ptr() == net.backbone.stem.weight.data_ptr()
+    assert snapshot(net.backbone) == before
+    assert net.backbone.stem.weight.requires_grad
+    assert net.joint_copy().get_parameter("backbone.stem.weight").requires_grad
+
+
+def test_trainable_parameters_are_printed_as_peft_does(capsys):
+    net = Network(tiny())
+    shared = sum(p.numel() for p in net.backbone.parameters())
+    task = net.add_task("t", classes=3, method="norms")
+    own = sum(p.numel() for p in task.parameters())
+    net.print_trainable_parameters()
+    task.freeze()
+    net.print_trainable_parameters()
+    every = shared + own
+    assert capsys.readouterr().out.splitlines() == [
+        f"trainable params: {own:,d} || all params: {every:,d} || trainable%: {100 * own / every:.4f}",
+        f"trainable params: 0 || all params: {every:,d} || trainable%: 0.0000",
+    ]

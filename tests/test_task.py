@@ -112,7 +112,7 @@ def test_a_frozen_task_and_one_that_learns_do_not_take_each_others_state(tmp_pat
     frozen, fresh = net.tasks["t"].state_dict(), network()
     before = run(fresh, batch(), task="t")
     for strict in (True, False):
-        with pytest.raises(TaskError, match=r"is learning, and this state is of a frozen task: call freeze\(\)"):
+        with pytest.raises(TaskError, match=r"is learning, and this state is of a frozen task: freeze"):
             fresh.tasks["t"].load_state_dict(frozen, strict=strict)
         with pytest.raises(TaskError, match="is frozen, and this state is of a task that learns"):
             net.tasks["t"].load_state_dict(learning, strict=strict)

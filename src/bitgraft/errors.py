@@ -7,6 +7,7 @@
     │   ├── UnknownTaskError   no task of that name
     │   └── NoFreeWeightsError PackNet has no weights left for a further task
     ├── TrainingError          training cannot start, or cannot go on
+    │   └── StoppedError       it was asked to stop, and can be resumed
     ├── StoreError             a folder is no store, or of another backbone
     ├── SuiteError             a benchmark's suite says something that cannot be run
     ├── ServingError           a service cannot start, or cannot answer a request
@@ -22,8 +23,14 @@
         ├── ClassesError       the class list does not fit the head
         └── MissingTaskError   depends on a task that is not here
 
-Every message says what is wrong, where, and what to do. What is only worth knowing is a `BackboneWarning`.
+Every message says what is wrong, where, and what to do. What is only worth knowing is a `BackboneWarning` or a
+`DataWarning`.
 """
+
+
+def how_to_install(extra: str) -> str:
+    """What to type for packages that not everybody needs. bitgraft is not on a package index yet."""
+    return f"in your clone of bitgraft, pip install '.[{extra}]'"
 
 
 class BitgraftError(Exception):
@@ -56,6 +63,14 @@ class NoFreeWeightsError(TaskError):
 
 class TrainingError(BitgraftError, RuntimeError):
     pass
+
+
+class StoppedError(TrainingError):
+    """The run was asked to stop, and can be resumed."""
+
+
+class DataWarning(UserWarning):
+    """Images will do for training, but not as well as they might."""
 
 
 class DataError(BitgraftError, ValueError):

@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -15,10 +15,10 @@ from bitgraft.backbone.tracing import logits
 from bitgraft.backbone.weight_files import write_weights
 from bitgraft.errors import TaskError, UnknownTaskError, WrongBackboneError
 from bitgraft.format import archive, dependencies, restore
-from bitgraft.methods import registry
-from bitgraft.runtime import grouping, heads
+from bitgraft.runtime import grouping
 from bitgraft.runtime.fingerprint import Fingerprint
 from bitgraft.runtime.module_cache import ModuleCache, SpareModule, computed_bytes
+from bitgraft.runtime.new_task import new_task, trainable_parameters
 from bitgraft.runtime.task_module import TaskModule
 from bitgraft.task import Metadata, Task, check_name, dotless, dotted
 
@@ -50,8 +50,7 @@ class Network(nn.Module):
         super().__init__()
         self.anatomy = read_anatomy(backbone, **reading)
         self._options = {"original": original, "active": active, "memory": memory, **reading}
-        self.backbone = backbone
-        self.original = check_name(original)
+        self.backbone, self.original = backbone, check_name(original)
         self.active, self.memory = active, memory
         self._tasks = nn.ModuleDict()
         self._original = Task(Metadata(original, "classifier", {}, "keep"), self.anatomy, {}, {}, None)
@@ -62,7 +61,7 @@ class Network(nn.Module):
 
     def _begin(self) -> None:
         """Set up what is not copied or pickled along with a network."""
-        self._modules_at_work, self._spare = ModuleCache(self.active, self.memory), SpareModule()
+        self._modules_at_work = ModuleCache(self.active, self.memory)
         self._pinned: dict[str, TaskModule] = {}
         self._lock = threading.RLock()
 
@@ -110,6 +109,7 @@ class Network(nn.Module):
         method: str = "full",
         *,
         head: nn.Module | Literal["auto", "keep"] | None = "auto",
+        preset: str | None = "default",
         seed: int = 0,
         preprocessing: Mapping[str, Any] | None = None,
         borrow: Sequence[str] = (),
@@ -123,34 +123,18 @@ class Network(nn.Module):
             method: one of `bitgraft.method_names()`.
             head: "auto" gives the backbone's last layer `classes` outputs; "keep" leaves the backbone's output as it
                 is; a module takes the last layer's place; None gives features.
+            preset: gives the method's options and, in `bitgraft.fit`, the settings of training, as `bitgraft train
+                --preset` does; None leaves the method its own options (`bitgraft methods --json`).
             seed: what the task starts from depends on this alone, not on the order of tasks.
             preprocessing: stored in the file; by default what the backbone states (timm's configuration).
             borrow: earlier tasks whose masks are mixed in (method full); they are frozen, and needed from then on.
             start: an earlier task to begin as, head apart (method full); it is not needed afterwards.
-            **options: of the method.
+            **options: of the method, in place of the preset's.
         """
         self._check_new(name)
-        recipe = registry.get(method)
-        chosen = recipe.with_options(options)
-        rng = torch.Generator().manual_seed(seed)
-        first = dependencies.named(recipe, self.tasks, start) if start is not None else None
-        before = dependencies.chosen(recipe, self.tasks, borrow)
-        transforms = registry.transforms(recipe, self.anatomy, chosen, rng, [task.transforms for task in before])
-        owned = registry.owned(recipe, self.anatomy, chosen)
-        kind, names, tensors, module = heads.plan_head(self.anatomy, classes, head, rng)
-        metadata = Metadata(
-            name=name,
-            method=method,
-            options=registry.plain(chosen),
-            head=kind,
-            classes=names,
-            preprocessing=dict(heads.stated_preprocessing(self.backbone) if preprocessing is None else preprocessing),
-            depends_on={task.name: dependencies.fingerprint(task) for task in before},
+        task = new_task(
+            self.anatomy, self.tasks, name, classes, method, head, preset, seed, preprocessing, borrow, start, options
         )
-        task = Task(metadata, self.anatomy, transforms, {**owned, **tensors}, module)
-        if first is not None:
-            task.start_from(first)
-        dependencies.hold(before)
         return self._keep(task)
 
     def remove_task(self, name: str) -> None:
@@ -159,8 +143,18 @@ class Network(nn.Module):
         self._added(name)
         with self._lock:
             del self._tasks[dotless(name)]
+            self.release(name)
+
+    def release(self, name: str) -> None:
+        """Drop a task's computed weights, until it runs again."""
+        with self._lock:
             self._pinned.pop(name, None)
-            self._modules_at_work.drop(lambda key: key[0] == name)
+            self._modules_at_work.drop(name)
+
+    def limit_memory(self, memory: int | None) -> None:
+        """Change how many bytes computed weights may take, from the next task on that is made ready."""
+        with self._lock:
+            self.memory = self._modules_at_work.memory = memory
 
     def save_task(self, name: str, path: str | Path, *, coded: bool = False) -> None:
         """Write a task to one file, whole or not at all; coded, masks take about their entropy and longer to load."""
@@ -175,14 +169,11 @@ class Network(nn.Module):
             head: a module for the weights of the head, where the task was added with one.
         """
         filed = archive.read_archive(path)
-        if name is not None:
-            filed = archive.rename(filed, name)
+        filed = filed if name is None else archive.rename(filed, name)
         self._check_new(filed.metadata.name)
         if filed.backbone != (own := self.fingerprint):
-            raise WrongBackboneError(
-                f"{path} belongs to a backbone with fingerprint {filed.backbone[:12]}, this one has {own[:12]}: "
-                "build the backbone with the weights that the task was made for"
-            )
+            whose = f"{path} belongs to a backbone with fingerprint {filed.backbone[:12]}, this one has {own[:12]}"
+            raise WrongBackboneError(f"{whose}: build the backbone with the weights that the task was made for")
         before = dependencies.found(filed.metadata, self.tasks)
         filed = archive.rename_dependencies(filed, [task.name for task in before])
         task = restore.restore_task(filed, self.anatomy, [task.transforms for task in before], head)
@@ -221,10 +212,9 @@ class Network(nn.Module):
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call,untyped-decorator]
     def _mixed(self, tasks: list[str], inputs: Sequence[Any], named: Mapping[str, Any]) -> list[Tensor]:
         groups, outputs = grouping.by_task(tasks, inputs, named), []
-        with self._spare.lend() as spare:
+        with self._modules_at_work.spare.lend() as spare:
             for name, group in groups.items():
-                module = self._module_for(name, groups, spare)
-                outputs.append(logits(module(*group.inputs, **group.named)))
+                outputs.append(logits(self._module_for(name, groups, spare)(*group.inputs, **group.named)))
         return grouping.in_order(groups.values(), outputs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -282,17 +272,28 @@ class Network(nn.Module):
             task.train(mode)
         return self
 
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module, with the backbone's out of gradients' reach: whoever filters by `requires_grad` gets what
+        the tasks learn. `net.backbone.parameters()` are the backbone's own tensors, whose flags never change."""
+        own = set() if self.joint else set(self.backbone.parameters())
+        for name, parameter in super().named_parameters(*args, **options):
+            yield name, nn.Parameter(parameter.detach(), requires_grad=False) if parameter in own else parameter
+
+    def print_trainable_parameters(self) -> None:
+        """Print how many parameters learn, as PEFT does. R, of which a task file keeps one bit, counts as one each."""
+        learned, every = trainable_parameters(self)
+        print(f"trainable params: {learned:,d} || all params: {every:,d} || trainable%: {100 * learned / every:.4f}")
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Network":
         blank = torch.empty(0, dtype=self.anatomy.dtype)
         with self._fingerprint.carried(rounds=fn(blank).dtype != blank.dtype):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         with self._lock:
-            self._modules_at_work.drop()
-            self._spare = SpareModule()
+            self._modules_at_work = ModuleCache(self.active, self.memory)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, **dict.fromkeys(("_modules_at_work", "_spare", "_pinned", "_lock"))}
+        return {**self.__dict__, **dict.fromkeys(("_modules_at_work", "_pinned", "_lock"))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

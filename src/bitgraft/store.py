@@ -175,9 +175,7 @@ class Store:
         for name in self.names():
             with contextlib.suppress(ArchiveError):
                 if name != task and digest in self.archive(name).metadata.depends_on.values():
-                    raise StoreError(
-                        f"task {task!r} cannot be replaced: {name!r} would not run without it; choose another name"
-                    )
+                    raise StoreError(f"task {task!r} cannot be replaced: {name!r} builds on it; choose another name")
 
     def sizes(self) -> Iterator[tuple[str, int]]:
         """Each task with the size of its file in bytes."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.amp.autocast_mode import is_autocast_available
 
 from bitgraft.backbone.anatomy import Anatomy
-from bitgraft.backbone.layers import is_parameter
 from bitgraft.errors import TaskError, UnsafeNameError
 from bitgraft.transforms.base import Prunable, Transform, widened
 from bitgraft.transforms.masked import Masked, transformed
@@ -51,7 +50,9 @@ class Task(nn.Module):
         super().__init__()
         self.metadata, self.anatomy = metadata, anatomy
         self.metrics: dict[str, Any] = {}
+        self.preset = "default"  # what `fit` takes its settings from
         self.holds_statistics = False  # norm layers normalise by running statistics in training, too, and leave them
+        self.is_compact = False  # rounded to what a small file holds (`bitgraft.compact`)
         self.revision = 0  # counts the times that tensors were exchanged for others, not merely written to
         self.train_forwards = 0  # runs with gradients: an optimiser may have written since
         self.shared: frozenset[str] = frozenset()  # tensors of the backbone that learn along with it (joint training)
@@ -121,7 +122,7 @@ class Task(nn.Module):
 
     def _own_precision(self) -> contextlib.AbstractContextManager[Any]:
         """Without autocast: weights are kept, so they must be the same whoever asks for them first."""
-        device = self.anatomy.tensor(next(iter(self.anatomy.places))).device.type
+        device = self.anatomy.device.type
         return torch.autocast(device, enabled=False) if is_autocast_available(device) else contextlib.nullcontext()
 
     def learns(self) -> bool:
@@ -164,6 +165,12 @@ class Task(nn.Module):
                 module.scale_k2_by_r(reach, rng)
         self.revision += 1
 
+    def set_hardness(self, hardness: float) -> None:
+        """How far masks that learn are on their way from W + R to bits (`Masked.hardness`)."""
+        for module in self._transforms.modules():
+            if isinstance(module, Masked):
+                module.hardness = hardness
+
     def correct_mean_shift(self, means: Mapping[str, Tensor]) -> None:
         """Let what changes in a weight act on its inputs less their means, which are given by the weight's name.
 
@@ -188,7 +195,7 @@ class Task(nn.Module):
             mine, other = own_mask(transform), theirs.get(name)
             if mine is None or not isinstance(other, Masked):
                 raise TaskError(
-                    f"a task cannot begin as {earlier.name!r}, whose {name!r} is no mask that stands by itself"
+                    f"a task cannot begin as {earlier.name!r}: its {name!r} is no mask that stands by itself"
                 )
             mine.start_as(other, self.anatomy.tensor(name))
         with torch.no_grad():
@@ -214,9 +221,7 @@ class Task(nn.Module):
         """Give up the smallest `share` of the weights that this task owns in each layer (PackNet)."""
         prunable = [t for t in self.transforms.values() if isinstance(t, Prunable)]
         if not prunable:
-            raise TaskError(
-                f"task {self.name!r} is of method {self.metadata.method!r}, which has nothing to prune; PackNet has"
-            )
+            raise TaskError(f"task {self.name!r} is of method {self.metadata.method!r}, which has nothing to prune")
         if not 0 <= share < 1:
             raise TaskError(f"prune takes the share of weights to give up, at least 0 and below 1, not {share}")
         for transform in prunable:
@@ -280,7 +285,7 @@ def _holder(tensors: Mapping[str, Tensor]) -> nn.Module:
     """A module that holds tensors by the backbone's names."""
     holder = nn.Module()
     for name, tensor in tensors.items():
-        if is_parameter(tensor):
+        if isinstance(tensor, nn.Parameter):
             holder.register_parameter(dotless(name), tensor)
         else:
             holder.register_buffer(dotless(name), tensor)
@@ -288,5 +293,4 @@ def _holder(tensors: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _held(holder: nn.Module) -> dict[str, Tensor]:
-    every = [*holder.named_parameters(remove_duplicate=False), *holder.named_buffers(remove_duplicate=False)]
-    return {dotted(key): tensor for key, tensor in every}
+    return {dotted(key): tensor for key, tensor in (holder._parameters | holder._buffers).items()}  # type: ignore[misc]

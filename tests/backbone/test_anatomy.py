@@ -215,9 +215,7 @@ def test_a_head_whose_maps_are_pooled_is_known_by_the_number_of_classes():
 
 
 def test_naming_one_of_several_heads_says_which_belong_together():
-    with pytest.raises(
-        BackboneError, match=r"combines the outputs of head, head_dist: pass head=\('head', 'head_dist'\)"
-    ):
+    with pytest.raises(BackboneError, match=r"combines head, head_dist: pass head=\('head', 'head_dist'\)"):
         read_anatomy(timm.create_model("deit_tiny_distilled_patch16_224", depth=1), head="head")
 
 
@@ -279,7 +277,7 @@ def test_a_pattern_that_matches_nothing_is_refused(what):
 
 
 def test_a_head_that_is_not_there_is_refused():
-    with pytest.raises(BackboneError, match=r"no layer 'classifier' with weights to be its head.*'fc'"):
+    with pytest.raises(BackboneError, match=r"no layer 'classifier' with weights.*'fc'"):
         read_anatomy(tiny(), head="classifier")
 
 
@@ -431,7 +429,7 @@ def test_a_backbone_without_values_can_be_read_but_not_fingerprinted():
         backbone = Tiny()
     net = Network(backbone)
     assert list(net.anatomy.weights) == ["stem.weight", "depthwise.weight", "pointwise.weight"]
-    with pytest.raises(BackboneError, match="has a shape but no values"):
+    with pytest.raises(BackboneError, match="has no values"):
         _ = net.fingerprint
 
 

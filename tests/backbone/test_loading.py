@@ -49,7 +49,7 @@ def test_our_own_networks_say_that_no_weights_are_published() -> None:
     ("name", "hint"),
     [
         ("resnet5O", "did you mean .*resnet50"),
-        ("wrn-27-4", "depth is 10, 16, 22, 28"),
+        ("wrn-27-4", "10, 16, 22, 28"),
         ("resnet18.nope", "resnet18.a1_in1k"),
         ("no.such.module:build", "No module named 'no'"),
         ("math:nope", "no attribute 'nope'"),

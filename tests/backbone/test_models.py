@@ -175,7 +175,7 @@ def test_a_backbone_takes_a_task(name, tmp_path):
     net = Network(backbone)
     assert torch.equal(run(net, images), run(backbone, images))
 
-    task = net.add_task("t", classes=5, method="full")
+    task = net.add_task("t", classes=5, method="full", preset=None)
     learn(net, "t", images, steps=2, rate=1e-5)
     lost = [n for n, p in task.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
     assert not lost
@@ -199,7 +199,7 @@ def test_a_backbone_takes_a_task(name, tmp_path):
 def test_every_kind_of_layer_takes_every_kind_of_transform(name, method, tmp_path):
     backbone, images = build(name)
     net = Network(backbone)
-    task = net.add_task("t", classes=5, method=method)
+    task = net.add_task("t", classes=5, method=method, preset=None)
     learn(net, "t", images, steps=2, rate=0.01)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in task.parameters())
     result = run(net, images, task="t")

@@ -12,7 +12,7 @@ import pytest
 
 from bitgraft import Network, __version__, method_names, wide_resnet
 from bitgraft.cli import main as cli
-from bitgraft.cli.anatomy import grouped
+from bitgraft.cli.backbone import grouped
 
 BITGRAFT = [sys.executable, "-c", "from bitgraft.cli.main import main; main()"]
 COMMANDS = ["anatomy", "inspect", "params", "methods"]
@@ -116,6 +116,12 @@ def test_params_of_any_backbone(bitgraft) -> None:
     assert one["tasks"] == 10
     assert round(relative["full"], 2) == 1.29
     assert set(relative) == set(method_names())
+
+
+def test_params_of_a_backbone_without_a_head(bitgraft) -> None:
+    code, out, err = bitgraft("params", "wrn-10-1", "--head", "none", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)[0]["backbone"] == "wrn-10-1"
 
 
 def test_params_of_the_paper(bitgraft) -> None:

@@ -16,7 +16,8 @@ from bitgraft import read_archive
 from bitgraft.training import runs
 from bitgraft.training.loop import _Run
 
-SET = ("--backbone", NET, "--size", "16", "--batch", "8", "--epochs", "2")
+ANY_LENGTH = ("--backbone", NET, "--size", "16", "--batch", "8")
+SET = (*ANY_LENGTH, "--epochs", "2")
 RUN = ("--task", "colours", *SET)
 
 
@@ -76,6 +77,27 @@ def test_the_same_command_gives_the_same_bytes(run, tmp_path):
     assert files[0] != files[2]
 
 
+def test_the_budget_is_said_before_training_and_minutes_bound_it(run):
+    code, out, _ = run("train", "photos", *ANY_LENGTH, "--task", "a", "--minutes", "0.02")
+    assert code == 0
+    said = re.search(r"(\d+) epochs, ([\d,]+) steps: about .*; twice as many \(--steps \d+\) would take", out)
+    assert said is not None
+    assert out.index(said[0]) < out.index("epoch ")
+    assert f"epoch {int(said[1]):>{len(said[1])}}/{said[1]}" in out
+
+
+def test_a_run_that_loses_to_the_linear_probe_says_so(run):
+    spoilt = ("--rate", "norms=30", "--method", "norms", "--schedule", "constant", "--warmup", "0")
+    code, out, _ = run("train", "photos", *RUN, *spoilt, "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert report["metrics"]["best"]["epoch"] == 0
+    assert report["metrics"]["best"]["val_accuracy"] > report["metrics"]["last"]["val_accuracy"]
+    out = run("train", "photos", *RUN, *spoilt, "--overwrite")[1]
+    assert "kept the linear probe that training started from (" in out
+    assert "train for longer (--steps)" in out
+
+
 def test_show_config(run, tmp_path):
     code, out, _ = run("train", "--show-config", "--preset", "decathlon", "--rate", "k=3e-3", "--weight-decay", "1e-4")
     config = tomllib.loads(out)
@@ -84,11 +106,49 @@ def test_show_config(run, tmp_path):
     assert config["rates"].items() >= {"scores": 1e-4, "k": 3e-3, "norms": 1e-4, "head": 1e-3}.items()
     assert set(config["weight_decay"].values()) == {1e-4}
     shown = json.loads(run("train", "--show-config", "--schedule", "constant", "--no-flip", "--json")[1])
-    assert (shown["preset"], shown["schedule"], shown["flip"]) == ("quick", "constant", False)
+    assert (shown["preset"], shown["schedule"], shown["flip"]) == ("default", "constant", False)
     assert (config["options"], shown["options"]) == ({}, {"per": "channel"})  # the paper has one k per layer
     asked = run("train", "--show-config", "--option", "per=layer", "--option", "k1=0", "--json")[1]
     assert json.loads(asked)["options"] == {"per": "layer", "k1": 0}
     assert not (tmp_path / "bitgraft-store").exists()
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_file_of_settings_is_read_as_it_was_printed(run, tmp_path, form):
+    asked = ("--preset", "decathlon", "--method", "simple", "--steps", "7", "--rate", "k=3e-3", "--option", "k1=0")
+    printed = run("train", "--show-config", *asked, *form)[1]
+    (tmp_path / "mine").write_text(printed)
+    assert run("train", "--show-config", "--config", "mine", *form) == (0, printed, "")
+    code, out, _ = run("train", "--show-config", "--config", "mine", "--epochs", "2", "--method", "full", "--json")
+    shown = json.loads(out)
+    assert (code, shown["epochs"], shown["steps"], shown["method"], shown["preset"]) == (
+        0,
+        2,
+        None,
+        "full",
+        "decathlon",
+    )
+    assert shown["rates"]["k"] == 3e-3
+
+
+def test_a_file_may_have_some_settings_alone(run, tmp_path):
+    (tmp_path / "mine.toml").write_text("label_smoothing = 0.2\n[options]\nper = 'layer'\n")
+    shown = json.loads(run("train", "--show-config", "--config", "mine.toml", "--json")[1])
+    assert (shown["label_smoothing"], shown["options"], shown["steps"]) == (0.2, {"per": "layer"}, "auto")
+    (tmp_path / "wrong.toml").write_text("epoch = 3\n")
+    code, _, err = run("train", "photos", *RUN, "--config", "wrong.toml")
+    assert (code, "there is no setting 'epoch'; did you mean 'epochs'?" in err) == (2, True)
+
+
+def test_one_class_is_refused_and_few_images_are_warned_of(run, tmp_path):
+    photos(tmp_path / "one", classes=("red",))
+    code, _, err = run("train", "one", *RUN)
+    assert (code, err.count("\n")) == (1, 1)
+    assert "all 8 training images of task 'colours' are of one class, 'red', so there is nothing to tell apart" in err
+    photos(tmp_path / "few", train=2)
+    code, out, _ = run("train", "few", *RUN)
+    assert code == 0
+    assert "warning: 3 of 3 classes have fewer than 5 training images" in out
 
 
 @pytest.mark.parametrize(
@@ -101,17 +161,22 @@ def test_show_config(run, tmp_path):
         (("photos", *RUN, "--option", "k9=1"), 2, "no option 'k9'"),
         (("photos", *RUN, "--option", "k1"), 2, "give NAME=VALUE"),
         (("photos", *RUN, "--option", "per=row"), 2, "per='row'"),
-        (("photos", *RUN, "--preset", "fast"), 2, "known are quick"),
+        (("photos", *RUN, "--preset", "fast"), 2, "known are default, quick"),
+        (("photos", *RUN, "--config", "none.toml"), 2, "--config none.toml cannot be read: No such file"),
+        (("photos", *RUN, "--config", "photos/train/red/0.png"), 2, "cannot be read"),
         (("photos", *RUN, "--rate", "masks=1"), 2, "no role 'masks'"),
         (("photos", *RUN, "--rate", "k=fast"), 2, "give ROLE=NUMBER"),
         (("photos", *RUN, "--weight-decay", "k=-1"), 2, "must not be negative"),
         (("photos", *RUN, "--schedule", "linear"), 2, "linear"),
         (("photos", *RUN, "--epochs", "0"), 2, "epochs"),
+        (("photos", *RUN, "--steps", "9"), 2, "only one of --epochs, --steps and --minutes"),
+        (("photos", *RUN, "--quick", "--preset", "decathlon"), 2, "--quick is a preset of its own"),
+        (("photos", *ANY_LENGTH, "--task", "a", "--minutes", "1e-9"), 1, "allow more minutes"),
         (("photos", *RUN, "--backbone", "own_net:nothing"), 2, "own_net:nothing"),
         (("photos", *RUN, "--resume"), 1, "no run of task 'colours' to resume"),
         (("photos", *RUN, "--resize", "8"), 1, "resize at least"),
         (("photos", *RUN, "--mixed-precision", "fp16"), 1, "--mixed-precision fp16"),
-        (("photos", *RUN, "--tensorboard"), 1, "pip install 'bitgraft[tensorboard]'"),
+        (("photos", *RUN, "--tensorboard"), 1, "pip install '.[tensorboard]'"),
         (("photos", *SET, "--task", "../x"), 1, "../x"),
         (("photos", *RUN, "--rate", "1e30", "--method", "finetune", "--schedule", "constant"), 1, "not a number"),
     ],

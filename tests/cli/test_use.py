@@ -1,6 +1,7 @@
 """`bitgraft eval`, `predict`, `tasks`, `export` and `demo` as a user meets them."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,39 @@ def test_eval_matches_classes_by_name(run, trained, tmp_path):
     code, _, err = run("eval", str(tmp_path / "fewer"), "--task", "colours")
     assert code == 1
     assert "task 'colours' does not know 1 of the 2 classes in the data: olive; it knows blue, green, red" in err
+
+
+def test_every_engine_gives_the_same_answers(run, monkeypatch):
+    monkeypatch.setattr("bitgraft.workflows.prediction.MANY", 2)
+    engines = ("torch", "onnxruntime", "auto")
+    made = [run("predict", "photos/test", "--task", "colours", "--engine", engine, "--json") for engine in engines]
+    assert [(code, err) for code, _, err in made] == [(0, "")] * 3
+    exact, *others = [json.loads(out) for _, out, _ in made]
+    assert others[0] == others[1]
+    for ours, theirs in zip(exact, others[0], strict=True):
+        assert ours["image"] == theirs["image"]
+        for one, other in zip(ours["tasks"]["colours"], theirs["tasks"]["colours"], strict=True):
+            assert one["class"] == other["class"]
+            assert one["probability"] == pytest.approx(other["probability"], abs=1e-5)
+    reports = {run("eval", "photos", "--task", "colours", "--engine", engine, "--json")[1] for engine in engines}
+    assert len(reports) == 1
+
+
+def test_without_onnxruntime_auto_says_why_and_runs_on_pytorch(run, monkeypatch):
+    monkeypatch.setattr("bitgraft.workflows.prediction.MANY", 2)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    plain = run("predict", "photos/test", "--task", "hues", "--engine", "torch", "--json")
+    code, out, err = run("predict", "photos/test", "--task", "hues", "--json")
+    assert (code, out) == plain[:2]
+    assert err.startswith("note: hues runs on PyTorch: ONNX needs onnxruntime, which cannot be imported")
+    code, out, err = run("predict", SHOT, "--task", "hues", "--engine", "onnxruntime")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "pip install '.[onnx]'" in err
+
+
+def test_few_images_are_not_worth_a_session(run, monkeypatch):
+    monkeypatch.setattr("bitgraft.workflows.prediction.task_session", None)
+    assert run("predict", SHOT, "--task", "hues")[0] == 0
 
 
 def test_eval_without_such_images(run, tmp_path):
@@ -230,3 +264,12 @@ def test_the_shell_completes_names_of_tasks(run):
     context = type("Context", (), {"params": {"store": "bitgraft-store"}})
     assert complete_tasks(context, "") == ["colours", "hues"]
     assert complete_tasks(context, "h") == ["hues"]
+
+
+@pytest.mark.parametrize("command", [("predict", SHOT, "--task", "colours"), ("eval", "photos", "--task", "colours")])
+@pytest.mark.parametrize("device", ["cuda:99", "nowhere"])
+def test_a_device_that_is_not_here_is_one_sentence(run, command, device):
+    code, out, err = run(*command, "--device", device)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"--device {device} does not work here: " in err
+    assert run(*command, "--device", "cpu")[0] == 0

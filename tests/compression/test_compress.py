@@ -591,7 +591,7 @@ def test_data_of_other_classes_calibrates_but_does_not_measure(command, tmp_path
     store = ["--store", "source", "--task", "unlabelled"]
     code, out, _ = command("plain.safetensors", *store, "--calibrate", str(folder), "--steps", "1", "--batch", "8")
     assert code == 0
-    assert "accuracy was not measured: 1 of the 3 classes of some are not the copy's (pink)" in out
+    assert "accuracy was not measured: the copy does not know 1 of the 3 classes in the data: pink; it" in out
     assert "distance" in out
 
 

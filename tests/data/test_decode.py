@@ -1,5 +1,6 @@
 import io
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -28,6 +29,13 @@ def test_one_picture_in_every_shape(tmp_path):
     chw = torch.from_numpy(RGB).permute(2, 0, 1)
     for same in (path, str(path), path.read_bytes(), Image.fromarray(RGB), RGB, chw, chw / 255):
         assert (pixels(same) == RGB).all()
+
+
+def test_bfloat16_arrays_are_taken_as_other_floats_are():
+    rounded = (torch.from_numpy(RGB).permute(2, 0, 1) / 255).bfloat16()
+    expected = pixels(rounded.float())
+    assert (pixels(rounded) == expected).all()
+    assert (pixels(rounded.float().numpy().astype(ml_dtypes.bfloat16)) == expected).all()
 
 
 def test_grey_becomes_colour_and_colour_grey(tmp_path):

@@ -154,3 +154,12 @@ def test_unknown_specs_list_the_forms(tmp_path, spec):
         open_data(spec, root=tmp_path / "none")
     for form in ("FOLDER", "DEVKIT:DOMAIN", "torchvision:NAME", "package:elpv"):
         assert form in str(caught.value)
+
+
+@pytest.mark.parametrize("parts", [("test",), ("valid", "test")])
+def test_a_folder_without_images_to_train_on_says_so(tmp_path, parts):
+    for part in parts:
+        make(tmp_path / part / "cat", "a.png")
+    with pytest.raises(DataError, match=rf"has {' and '.join(f'{p}/' for p in sorted(parts))} but no train/"):
+        opened(tmp_path)
+    assert opened(tmp_path / "test").classes == ("cat",)

@@ -104,13 +104,20 @@ def test_labels_outside_the_classes_are_refused_by_file():
 
 
 def test_missing_classes_are_warned_of():
-    train, val = Images(["a.jpg", "b.jpg"], (0, 1)), Images(["c.jpg"], (1,))
+    train, val = Images(["a.jpg", "b.jpg"] * 5, (0, 1) * 5), Images(["c.jpg"] * 4, (1,) * 4)
     assert Splits(name="pets", classes=("cat", "dog"), train=train).warnings == ()
     (warning,) = Splits(name="pets", classes=("cat", "dog"), train=train, val=val).warnings
     assert "1 of 2 classes have no validation image" in warning
     assert warning.endswith("cat")
     (warning,) = Splits(name="pets", classes=("cat", "dog", "fox"), train=train).warnings
     assert "no training image" in warning
+
+
+def test_few_images_are_warned_of():
+    train = Images(["a.jpg"] * 7, (0,) * 5 + (1,) * 2)
+    few, chance = Splits(name="pets", classes=("cat", "dog"), train=train, val=train.pick([0, 5])).warnings
+    assert few == "1 of 2 classes have fewer than 5 training images, too few to learn them well: dog"
+    assert chance.startswith("there are only 2 validation images for 2 classes")
 
 
 def test_arrays_become_splits():

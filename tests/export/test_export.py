@@ -282,7 +282,7 @@ def test_the_command_writes_each_form(store, tmp_path, monkeypatch, capsys):
         (("--task", "a", "--all-tasks"), 2, "exclude each other"),
         (("--all-tasks",), 2, "only with --format onnx"),
         (("--task", "a", "--format", "tflite"), 2, "tflite"),
-        (("--task", "a", "--format", "onnx"), 1, "pip install 'bitgraft[onnx]'"),
+        (("--task", "a", "--format", "onnx"), 1, "pip install '.[onnx]'"),
     ],
 )
 def test_a_wrong_command_is_one_sentence_and_no_file(store, args, code, said, tmp_path, monkeypatch, capsys):

@@ -18,7 +18,7 @@ from bitgraft.transforms.masked import Masked
 
 def inspected(tmp_path: Path, method: str = "full", classes: Any = 5, **options: Any) -> tuple[Task, Inspection]:
     net = Network(wide_resnet(10, 1))
-    task = net.add_task("known", classes=classes, method=method, **options)
+    task = net.add_task("known", classes=classes, method=method, preset=None, **options)
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for _, parameter in task.roles():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import xxhash
+from drafts import Draft
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -30,7 +30,6 @@ from bitgraft.errors import (
 from bitgraft.format import archive, restore
 
 torch.set_num_threads(1)
-Entry = tuple[str, list[int], bytes]
 GOLDEN = (Path(__file__).parents[1] / "golden" / "format-1.safetensors").read_bytes()
 UNSAFE = ["../up", "a/b", "/etc/passwd", "..", ".hidden", "", "a\\b", "a\0b", "nul\n", "ü", "x" * 101, "-rf", "a b", 7]
 LATER = "f" * 64
@@ -49,39 +48,10 @@ def network(seed: int = 0) -> bitgraft.Network:
 
 def saved(method: str = "full", head: Any = "auto", **options: Any) -> bytes:
     net = network()
-    task = net.add_task("t", classes=None if head in ("keep", None) else 3, method=method, head=head, **options)
+    task = net.add_task(
+        "t", classes=None if head in ("keep", None) else 3, method=method, head=head, preset=None, **options
+    )
     return archive.to_bytes(archive.pack_task(task, net.fingerprint))
-
-
-class Draft:
-    """A file taken apart, to be changed and put together again under a right checksum, by whatever rules it breaks."""
-
-    def __init__(self, data: bytes) -> None:
-        (size,) = struct.unpack("<Q", data[:8])
-        header = json.loads(data[8 : 8 + size])
-        self.about: dict[str, Any] = json.loads(header.pop("__metadata__")["bitgraft"])
-        self.beside: dict[str, str] = {}
-        self.tensors: dict[str, Entry] = {}
-        for name, entry in header.items():
-            start, end = (8 + size + offset for offset in entry["data_offsets"])
-            self.tensors[name] = (entry["dtype"], entry["shape"], data[start:end])
-
-    def header(self) -> dict[str, Any]:
-        text = json.dumps({**self.about, "checksum": "0" * 32}, sort_keys=True, separators=(",", ":"))
-        header: dict[str, Any] = {"__metadata__": {"bitgraft": text, **self.beside}}
-        at = 0
-        for name, (dtype, shape, data) in self.tensors.items():
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
-            at += len(data)
-        return header
-
-    def build(self, header: bytes | None = None, tail: bytes = b"") -> bytes:
-        top = json.dumps(self.header()).encode() if header is None else header
-        body = b"".join(data for _, _, data in self.tensors.values()) + tail
-        blank = struct.pack("<Q", len(top)) + top + body
-        marker = b'\\"checksum\\":\\"'
-        start = blank.index(marker) + len(marker)
-        return blank[:start] + xxhash.xxh3_128(blank).hexdigest().encode() + blank[start + 32 :]
 
 
 def crafted(edit: Callable[[Draft], Any], method: str = "full", head: Any = "auto", **options: Any) -> bytes:
@@ -243,7 +213,8 @@ def test_any_bytes_are_refused(data: bytes) -> None:
 
 
 def test_a_newer_format(tmp_path: Path) -> None:
-    refuse(crafted(put("format", 2)), NewerFormatError, "task format 2, .* reads up to 1; install a newer", tmp_path)
+    refuse(crafted(put("format", 3)), NewerFormatError, "task format 3, .* reads up to 2; install a newer", tmp_path)
+    refuse(crafted(put("format", 2)), CorruptError, "has the metadata fields", tmp_path)
     refuse(crafted(lambda d: d.about.update(format=9, new={})), NewerFormatError, "task format 9", tmp_path)
     for wrong in (0, -1, True, 1.0, "1", None, [1]):
         refuse(crafted(put("format", wrong)), CorruptError, "states no format", tmp_path)
@@ -426,7 +397,7 @@ def test_faults_behind_a_right_checksum(edit: Any, error: type[Exception], match
             "'finetune' leaves alone",
         ),
         ("packnet", put("leans_on", {"other": LATER}), MissingTaskError, "builds on another task 'other'"),
-        ("packnet", put("leans_on", {"gone": LATER}), MissingTaskError, "'gone', which is not here"),
+        ("packnet", put("leans_on", {"gone": LATER}), MissingTaskError, "'gone', not here"),
         ("packnet", put("leans_on", {"a": LATER, "b": LATER}), CorruptError, "cannot depend on"),
         ("packnet", drop("0.weight:values"), CorruptError, "parts should be"),
         ("packnet", tensor("0.weight:values", "F32", [3]), CorruptError, "parts should be"),
@@ -454,17 +425,17 @@ def test_faults_of_other_methods(method: str, edit: Any, error: type[Exception],
 
 def test_a_linear_head_that_does_not_fit(tmp_path: Path) -> None:
     net = bitgraft.Network(backbone()[:-1].eval(), example=(2, 3, 8, 8), head=None)
-    data = archive.to_bytes(archive.pack_task(net.add_task("t", classes=3), net.fingerprint))
+    data = archive.to_bytes(archive.pack_task(net.add_task("t", classes=3, preset=None), net.fingerprint))
     net.remove_task("t")
     for edit, error, match in [
         (put("classes", 4), ClassesError, "lists 4 classes, but its head has 3 outputs"),
-        (tensor("head:weight", "F32", [3, 6]), CorruptError, "5 features"),
+        (tensor("head:weight", "F32", [3, 6]), CorruptError, "head module does not fit"),
         (tensor("head:weight", "F32", [15]), ClassesError, "lists 3 classes, but its head has 15 outputs"),
-        (tensor("head:weight", "F32", []), CorruptError, "5 features"),
-        (tensor("head:bias", "F32", []), CorruptError, "5 features"),
-        (tensor("head:extra", "F32", [3]), CorruptError, "5 features"),
-        (drop("head:bias"), CorruptError, "5 features"),
-        (drop("head:bias", "head:weight"), CorruptError, "5 features"),
+        (tensor("head:weight", "F32", []), CorruptError, "head module does not fit"),
+        (tensor("head:bias", "F32", []), CorruptError, "head module does not fit"),
+        (tensor("head:extra", "F32", [3]), CorruptError, "head module does not fit"),
+        (drop("head:bias"), CorruptError, "head module does not fit"),
+        (drop("head:bias", "head:weight"), CorruptError, "head module does not fit"),
         (tensor("head:weight", "F64", [3, 5]), CorruptError, "float64"),
         (put("head", "classes"), CorruptError, "None is no layer for a head of kind 'classes'"),
         (lambda d: d.about.update(head="classes", head_layer="4"), WrongBackboneError, "last layer is '4'"),

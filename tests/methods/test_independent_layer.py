@@ -100,7 +100,7 @@ def layers(module: nn.Module) -> dict[str, MaskedConv]:
 
 def both(method: str) -> tuple[Network, nn.Sequential, torch.optim.Optimizer, torch.optim.Optimizer]:
     net = Network(backbone())
-    task = net.add_task("t", classes=4, method=method, seed=3).train()
+    task = net.add_task("t", classes=4, method=method, preset=None, seed=3).train()
     plain = transcribed(net, method)
     ours = torch.optim.Adam([p for p in task.parameters() if p.requires_grad], RATE, foreach=False)
     theirs = torch.optim.Adam([p for p in plain.parameters() if p.requires_grad], RATE, foreach=False)

@@ -160,7 +160,7 @@ def test_bits_are_an_independent_count(method):
         expected = ENTRIES + 32 * (learned[method] * len(WEIGHTS) + free_scale + NORM_PARAMETERS + STATISTICS)
     else:
         expected = EXPECTED[method]
-    task = net.add_task("t", classes=3, method=method)
+    task = net.add_task("t", classes=3, method=method, preset=None)
     assert task.bits() == expected
     assert task.freeze().bits() == expected
 
@@ -458,7 +458,9 @@ def test_the_ablation_in_the_docs_is_the_papers():
     for index, (row, (name, fixed, norms, surrogate, channels)) in enumerate(zip(rows, PAPER, strict=True)):
         printed = tuple(None if row[k] == "learned" else float(row[k]) for k in ("k0", "k1", "k2", "k3"))
         assert printed == fixed, name
-        task = net.add_task(str(index), classes=3, method=row["method"].strip("`"), **read_options(row["options"]))
+        task = net.add_task(
+            str(index), classes=3, method=row["method"].strip("`"), preset=None, **read_options(row["options"])
+        )
         assert task.metadata.options["norms"] is norms, name
         for made in task.transforms.values():
             assert isinstance(made, Masked)

@@ -1,6 +1,5 @@
 """Suites and their runs: what a file may say, what a record holds, and what happens when a run is killed."""
 
-import contextlib
 import hashlib
 import json
 import os
@@ -17,23 +16,21 @@ import torch
 from images import NET, SOURCE, bitgraft, photos
 from PIL import Image
 
-from bitgraft.cli.bench import table
 from bitgraft.errors import SuiteError
 from bitgraft.methods import registry
 from bitgraft.network import Network
-from bitgraft.paper.bench import pools, reading, record, runner, submission, worker
-from bitgraft.paper.bench.pools import Ended, Local, Place
+from bitgraft.paper.bench import reading, record, runner, submission, worker
 from bitgraft.paper.bench.reading import load_suite, parse
+from bitgraft.paper.bench.runner import Place
 from bitgraft.paper.bench.suite import Cell, on_all_labels, on_backbone, settings
-from bitgraft.paper.report.published import published_table
 from bitgraft.paper.report.records import read_records, read_suites
-from bitgraft.paper.report.results import gather
+from bitgraft.paper.report.results import gather, published_table
 from bitgraft.paper.report.tables import tables
 from bitgraft.paper.scores import domain_titles
 from bitgraft.store import Store
-from bitgraft.training.config import Config
-from bitgraft.training.optimizers import build, epochs_of, phases_of, rate_factor
-from bitgraft.training.presets import preset
+from bitgraft.training.budget import planned_epochs, share_of
+from bitgraft.training.optimizers import build, phases_of, rate_factor
+from bitgraft.training.presets import PAPER, preset
 
 SMALL = {
     "name": "small",
@@ -54,7 +51,7 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "own_net.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delitem(sys.modules, "own_net", raising=False)
     return Place(tmp_path, tmp_path / "runs", threads=1)
 
@@ -63,11 +60,8 @@ def small(**changes):
     return parse({**SMALL, **changes})
 
 
-def in_this_process(held, cells, place):
-    """A pool without processes."""
-    for cell in cells:
-        worker.run_cell(held, cell, place.root, place.runs)
-        yield Ended(cell)
+def in_this_process(held, cell, place, stop):
+    worker.run_cell(held, cell, place)
 
 
 def kept(place, row, dataset, seed=0):
@@ -201,9 +195,9 @@ def test_a_protocol_is_shared_out_between_phases():
         ({"steps": 250}, 19, [9, 4]),
         ({"epochs": 1}, 10, [1, 1]),
     ):
-        config = Config().changed(**changes)
-        assert [epochs_of(config, phase, phases, per_epoch) for phase in phases] == wanted
-    assert [rate_factor(Config(), phases[0], step, 10, 6) for step in (29, 30)] == [1.0, 0.1]  # after 10 of 20: halfway
+        epochs = planned_epochs(PAPER.changed(**changes), per_epoch, classes=10, seconds_per_step=1.0)
+        assert [share_of(epochs, phase, phases) for phase in phases] == wanted
+    assert [rate_factor(PAPER, phases[0], step, 10, 6) for step in (29, 30)] == [1.0, 0.1]  # after 10 of 20: halfway
 
 
 def test_a_protocol_may_set_the_pace_of_phases():
@@ -250,7 +244,7 @@ def test_the_row_has_the_last_word():
 def test_a_run_leaves_a_record_and_is_not_made_again(place):
     held = small()
     cell = Cell("full", 0, ("photos",))
-    worker.run_cell(held, cell, place.root, place.runs)
+    worker.run_cell(held, cell, place)
     found = kept(place, "full", "photos")
     assert found["images"] == {"train": 24, "val": 9, "test": 9}
     assert (found["row"], found["method"], found["dataset"], found["seed"]) == ("full", "full", "photos", 0)
@@ -263,7 +257,7 @@ def test_a_run_leaves_a_record_and_is_not_made_again(place):
     assert found["joint"] is False
     file = place.runs / "full" / "seed-0" / "photos.safetensors"
     written = file.stat().st_mtime_ns
-    worker.run_cell(held, cell, place.root, place.runs)
+    worker.run_cell(held, cell, place)
     assert file.stat().st_mtime_ns == written
     assert runner.plan(held, place.runs).done == [cell]
     with pytest.raises(SuiteError, match="made with other settings"):
@@ -283,7 +277,7 @@ def test_the_selected_epoch_is_tried_as_it_was(place):
     held = small(rows=rows)
     for seed in range(3):
         for row in ("last", "best"):
-            worker.run_cell(held, Cell(row, seed, ("photos",)), place.root, place.runs)
+            worker.run_cell(held, Cell(row, seed, ("photos",)), place)
         last, best = (kept(place, row, "photos", seed) for row in ("last", "best"))
         assert last["selected"]["epoch"] == best["selected"]["epoch"]
         assert last["selected"]["test_accuracy"] == best["last"]["test_accuracy"]
@@ -293,7 +287,7 @@ def test_chains_and_joint_training_leave_a_record_of_each_data_set(place):
     rows = [{"row": "chain", "method": "packnet"}, {"row": "joint", "method": "adapters-joint"}]
     held = small(rows=rows)
     for row in ("chain", "joint"):
-        worker.run_cell(held, Cell(row, 0, ("photos", "again")), place.root, place.runs)
+        worker.run_cell(held, Cell(row, 0, ("photos", "again")), place)
         for name in ("photos", "again"):
             assert kept(place, row, name)["last"]["test_accuracy"] is not None
     assert kept(place, "joint", "again")["joint"] is True
@@ -304,66 +298,61 @@ def test_chains_and_joint_training_leave_a_record_of_each_data_set(place):
 def test_data_that_are_not_as_the_suite_says_are_refused(place):
     held = small(datasets=[{**SMALL["datasets"][0], "images": {"train": 25}}])
     with pytest.raises(SuiteError, match="photos: train has 24 images, and must have 25"):
-        worker.run_cell(held, Cell("full", 0, ("photos",)), place.root, place.runs)
+        worker.run_cell(held, Cell("full", 0, ("photos",)), place)
     held = small(datasets=[{**SMALL["datasets"][0], "classes": 4}])
     with pytest.raises(SuiteError, match="3 classes, and must be 4"):
-        worker.run_cell(held, Cell("full", 0, ("photos",)), place.root, place.runs)
+        worker.run_cell(held, Cell("full", 0, ("photos",)), place)
 
 
 def test_a_run_that_fails_does_not_hold_up_the_others(place):
     held = small()
-
-    def pool(_suite, cells, _place):
-        return (Ended(cell, "no luck" if cell.row == "head" else None) for cell in cells)
 
     boards = []
 
     def changed(board):
         boards.append((len(board.done), len(board.failed), len(board.left)))
 
-    board = runner.run(held, place, pool, changed)
-    assert (len(board.done), [ended.fault for ended in board.failed]) == (2, ["no luck"] * 2)
+    board = runner.run(held, place, 1, changed, lambda suite, cell, *_: "no luck" if cell.row == "head" else None)
+    assert (len(board.done), list(board.failed.values())) == (2, ["no luck"] * 2)
     assert boards == [(0, 0, 4), (1, 0, 3), (2, 0, 2), (2, 1, 1), (2, 2, 0)]
 
 
-def test_a_killed_worker_is_reported_and_its_run_goes_on(place):
+def test_a_killed_worker_is_reported_and_its_run_goes_on(place, monkeypatch):
     """What a run that was killed comes to is what an uninterrupted one does, to the byte."""
     held = small(datasets=SMALL["datasets"][:1], rows=SMALL["rows"][:1], config={**SMALL["config"], "epochs": 40})
     cell = next(held.cells())
-    going: list[subprocess.Popen[str]] = []
     state = place.runs / "full" / "seed-0" / "runs" / "photos" / "state.pt"
+    Process, going = subprocess.Popen, []  # noqa: N806
 
-    def kill(process):
-        going.append(process)
-        while not state.exists():
+    def kill():
+        while not (going and state.exists()):
             time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
+        going[0].send_signal(signal.SIGKILL)
 
-    line = pools.job(held, cell, place)
-    fault = pools.work(line, lambda process: threading.Thread(target=kill, args=(process,), daemon=True).start())
-    assert fault == "the process was ended by signal 9"
-    assert going[0].returncode == -signal.SIGKILL
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", lambda *args, **options: going.append(Process(*args, **options)) or going[0])
+        threading.Thread(target=kill, daemon=True).start()
+        assert runner.work(held, cell, place, threading.Event()) == "the process was ended by signal 9"
     assert not (state.parent / "record.json").exists()
-    (ended,) = Local(1)(held, [cell], place)
-    assert ended.fault is None
+    board = runner.run(held, place)
+    assert (board.done, board.failed) == ([cell], {})
     resumed = (place.runs / "full" / "seed-0" / "photos.safetensors").read_bytes()
     assert kept(place, "full", "photos")["train_images_seen"] < 40 * 24
-    worker.run_cell(held, cell, place.root, place.root / "others")
+    worker.run_cell(held, cell, replace(place, runs=place.root / "others"))
     assert (place.root / "others" / "full" / "seed-0" / "photos.safetensors").read_bytes() == resumed
 
 
-def test_a_worker_whose_parent_is_gone_keeps_its_state_and_leaves(place):
+def test_a_worker_whose_input_ends_keeps_its_state_and_leaves(place):
     held = small(datasets=SMALL["datasets"][:1], rows=SMALL["rows"][:1], config={**SMALL["config"], "epochs": 500})
-    command = [sys.executable, "-m", "bitgraft.paper.bench.worker"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        process.stdin.write(pools.job(held, next(held.cells()), place) + "\n")
-        process.stdin.flush()
-        folder = place.runs / "full" / "seed-0" / "runs" / "photos"
+    folder, stop = place.runs / "full" / "seed-0" / "runs" / "photos", threading.Event()
+
+    def wait_for_steps():
         while not (folder / "metrics.jsonl").exists():
-            assert process.poll() is None
             time.sleep(0.01)
-        process.stdin.close()
-        assert process.wait() == pools.STOPPED
+        stop.set()
+
+    threading.Thread(target=wait_for_steps, daemon=True).start()
+    assert runner.work(held, next(held.cells()), place, stop) == "stopped; the same command goes on with it"
     assert (folder / "state.pt").exists()
 
 
@@ -388,38 +377,6 @@ def test_the_command(place, capsys, monkeypatch):
     code, out, err = run("mine.toml", "--seeds", "0")
     assert code == 1
     assert "error: head, photos, seed 0: no data set at 'nowhere'" in err
-
-
-def _worker_of_ray() -> int:
-    """The Ray process that waits for one of our workers; other benchmarks on this machine are none of our business."""
-    while True:
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if b"bitgraft.paper.bench.worker" in (folder / "cmdline").read_bytes():
-                    parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-                    if Path(f"/proc/{parent}/cmdline").read_bytes().startswith(b"ray::"):
-                        return parent
-        time.sleep(0.02)
-
-
-def test_on_ray_a_lost_worker_is_replaced(place, monkeypatch):
-    import ray
-
-    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    monkeypatch.setenv("RAY_worker_niceness", "0")  # else a busy machine never gets to its workers
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        held = small(rows=SMALL["rows"][1:], config={**SMALL["config"], "epochs": 30})
-        killer = threading.Thread(target=lambda: os.kill(_worker_of_ray(), signal.SIGKILL), daemon=True)
-        killer.start()
-        board = runner.run(held, place, pools.Ray(None))
-        killer.join()
-    finally:
-        ray.shutdown()
-    assert [ended.fault for ended in board.failed] == []
-    assert len(board.done) == 2
-    for name in ("photos", "again"):
-        assert kept(place, "head", name)["last"]["epoch"] == 30
 
 
 def test_data_check(place, capsys, monkeypatch):
@@ -462,15 +419,11 @@ def test_data_of_a_devkit_say_which_files_are_read(tmp_path, capsys, monkeypatch
 def test_the_backbones_own_data_are_tried_once_and_not_trained_on(place):
     held = small(datasets=[*SMALL["datasets"][:1], {"name": "own", "data": "photos", "original": True}])
     assert list(held.cells())[-1] == Cell("original", 0, ("own",))
-    worker.run_cell(held, Cell("original", 0, ("own",)), place.root, place.runs)
+    worker.run_cell(held, Cell("original", 0, ("own",)), place)
     found = kept(place, "original", "own")
     assert (found["bits"], found["train_images_seen"]) == (0, 0)
     assert 0 <= found["last"]["test_accuracy"] <= 1
     assert Cell("original", 0, ("own",)) in runner.plan(held, place.runs).done
-    (column,) = (one for one in table(runner.plan(held, place.runs), place.runs).columns if one.header == "own")
-    assert (
-        list(column.cells) == [f"{100 * found['last']['test_accuracy']:.1f}"] * 2
-    )  # every row's in the progress table
 
 
 SELF_TRAINED = {
@@ -486,20 +439,14 @@ def test_a_backbone_can_be_trained_first(place):
     first, *others = held.cells()
     assert first == Cell("original", 0, ("photos",))
     assert others == [Cell("finetune", 0, ("again",)), Cell("head", 0, ("again",))]
-    waves = []
-
-    def pool(suite, cells, where):
-        waves.append(list(cells))
-        return in_this_process(suite, cells, where)
-
     runner.describe(held, place.runs)
-    board = runner.run(held, place, pool)
-    assert (waves, board.left, board.failed) == ([[first], others], [], [])
+    board = runner.run(held, place, work=in_this_process)
+    assert (board.done, board.left, board.failed) == ([first, *others], [], {})
     found = kept(place, "original", "photos")
     assert (found["bits"], found["last"]["epoch"], found["config"]["epochs"]) == (0, 5, 5)
     stores = [Store(place.runs / row / "seed-0") for row in ("finetune", "head")]
     assert len({store.fingerprint for store in stores}) == 1
-    worker.try_original(worker.Run(held, first, place.root, place.runs))  # the weights that tasks are added to
+    worker.try_original(worker.Run(held, first, place))  # the weights that tasks are added to
     assert kept(place, "original", "photos")["last"]["test_accuracy"] == found["last"]["test_accuracy"]
     assert not any(str(place.root) in json.dumps(kept(place, row, "again")) for row in ("finetune", "head"))
 
@@ -513,8 +460,8 @@ def test_a_backbone_can_be_trained_first(place):
 
 def test_nothing_is_run_on_a_backbone_that_could_not_be_trained(place):
     held = small(**SELF_TRAINED)
-    board = runner.run(held, place, lambda suite, cells, where: (Ended(cell, "no luck") for cell in cells))
-    assert [ended.cell.row for ended in board.failed] == ["original"]
+    board = runner.run(held, place, work=lambda *_: "no luck")
+    assert [cell.row for cell in board.failed] == ["original"]
     assert [cell.row for cell in board.left] == ["finetune", "head"]
 
 
@@ -619,7 +566,7 @@ def test_a_submission_answers_every_test_image(place, capsys, monkeypatch):
         devkit(place.root / "kit", domain, first)
     Path("mine.toml").write_text(KIT)
     held = on_all_labels(load_suite("mine.toml"))
-    runner.run(held, place, in_this_process)
+    runner.run(held, place, work=in_this_process)
     for row in ("full", "chain", "joint"):
         chosen = held.chosen(rows=[row])
         assert submission.write_submission(chosen, place.root, place.runs, Path("results.json")) == 36

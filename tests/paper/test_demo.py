@@ -143,7 +143,7 @@ def test_pace_leaves_validation_out(monkeypatch):
     clock = count(step=10)  # each look at it is ten seconds later
     monkeypatch.setattr(callbacks.time, "perf_counter", lambda: float(next(clock)))
     pace = callbacks.Clock()
-    pace.begin(["a"], 2, 2, 0)
+    pace.begin(callbacks.Plan(["task"], 2, 2, 0, None))
     for _ in range(2):
         pace.step(0, 1, 32)
         pace.step(0, 2, 8)

@@ -34,7 +34,7 @@ def task_file(tmp_path):
     def make(name="flowers", method="full", width=1, **options):
         torch.manual_seed(0)  # the same backbone each time
         net = Network(wide_resnet(10, width))
-        task = net.add_task(name, classes=3, method=method, **options)
+        task = net.add_task(name, classes=3, method=method, preset=None, **options)
         noise = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for _, parameter in task.roles():
@@ -199,4 +199,5 @@ def test_without_matplotlib_one_sentence_says_what_to_install(task_file, tmp_pat
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, err = bitgraft(capsys, monkeypatch, "inspect", task_file(), "--figure", str(tmp_path / "masks.png"))
     assert (code, out) == (1, "")
-    assert err == "error: figures need matplotlib, which is not installed: pip install 'bitgraft[figures]'\n"
+    remedy = "in your clone of bitgraft, pip install '.[figures]'"
+    assert err == f"error: figures need matplotlib, which is not installed: {remedy}\n"

@@ -78,7 +78,7 @@ def test_parameters_leave_the_classifier_out() -> None:
 def test_a_counted_file_is_the_real_one(method: str, tmp_path: Path) -> None:
     counted = account(read_backbone("wrn-10-1"), 2, methods=[method]).rows[0].file_bytes
     net = Network(wide_resnet(10, 1))
-    net.add_task("real", method=method, head="keep")
+    net.add_task("real", method=method, head="keep", preset=None)
     net.save_task("real", tmp_path / "real.safetensors")
     assert (
         0 < os.path.getsize(tmp_path / "real.safetensors") - counted < 1200
@@ -89,7 +89,7 @@ def test_packnets_mean_file_is_that_of_a_real_chain(tmp_path: Path) -> None:
     counted = account(read_backbone("wrn-10-1"), 4, methods=["packnet"]).rows[0].file_bytes
     net, sizes = Network(wide_resnet(10, 1)), []
     for name in ("first", "second", "last"):
-        task = net.add_task(name, method="packnet", head="keep")
+        task = net.add_task(name, method="packnet", head="keep", preset=None)
         if name != "last":
             task.prune(0.75)
     for name in net.tasks:

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from records import record, write
 
 from bitgraft.errors import DataError
-from bitgraft.paper.report.published import published_table, published_tables
 from bitgraft.paper.report.records import Suite, as_lines, read_records, read_suites
 from bitgraft.paper.report.render import Table
-from bitgraft.paper.report.results import Results, accuracy, gather, stat
+from bitgraft.paper.report.results import Results, accuracy, gather, published_table, published_tables, stat
 from bitgraft.paper.report.tables import (
     ablation_table,
     accuracy_table,
@@ -70,7 +69,7 @@ def test_the_published_table_is_that_of_the_backbone() -> None:
 def test_records_are_found_at_any_depth_and_gathered_by_suite_and_backbone(tmp_path: Path) -> None:
     write(tmp_path, record(), record(backbone="other"), record(suite="second"), record(seed=1))
     found = gather(read_records(tmp_path), {})
-    assert [(one.suite.name, one.backbone, len(one.of("full"))) for one in found] == [
+    assert [(one.suite.name, one.backbone, len(one.rows["full"].runs)) for one in found] == [
         ("mini", "net", 2),
         ("mini", "other", 1),
         ("second", "net", 1),
@@ -186,7 +185,12 @@ def test_order_and_titles_come_from_the_suite_and_the_rest_follows_by_name(tmp_p
     }
     rows = [record(row, name) for row in ("simple", "full", "dan") for name in ("z", "b", "a")]
     one = results(tmp_path, *rows, suite=suite)
-    assert one.rows == {"simple": "Simple!", "never": "never", "dan": "Dan", "full": "Full"}
+    assert {name: row.title for name, row in one.rows.items()} == {
+        "simple": "Simple!",
+        "never": "never",
+        "dan": "Dan",
+        "full": "Full",
+    }
     assert one.datasets == {"z": "Z", "a": "a", "b": "b"}
 
 
@@ -214,34 +218,34 @@ def test_no_seed_and_one_seed() -> None:
 def test_means_totals_and_their_spread_go_by_seed(tmp_path: Path) -> None:
     grid = {("gtsrb", 0): 0.9, ("gtsrb", 1): 0.7, ("dtd", 0): 0.3, ("dtd", 1): 0.5}
     one = results(tmp_path, *(record("full", name, seed, test) for (name, seed), test in grid.items()))
-    mean = one.whole("full", accuracy, statistics.fmean)
+    mean = one.rows["full"].total(one.datasets, accuracy, statistics.fmean)
     assert (mean.mean, mean.sd, mean.n) == (pytest.approx(60), pytest.approx(0), 2)  # 60 for either seed
-    assert one.cell("full", "gtsrb", accuracy).sd == pytest.approx(statistics.stdev([90, 70]))
+    assert one.rows["full"].cell("gtsrb", accuracy).sd == pytest.approx(statistics.stdev([90, 70]))
 
 
 def test_seeds_that_differ_between_data_sets_give_no_spread_of_the_mean(tmp_path: Path) -> None:
     one = results(
         tmp_path, record("full", "gtsrb", 0, 0.9), record("full", "gtsrb", 1, 0.7), record("full", "dtd", 0, 0.4)
     )
-    mean = one.whole("full", accuracy, statistics.fmean)
+    mean = one.rows["full"].total(one.datasets, accuracy, statistics.fmean)
     assert (mean.mean, mean.sd, mean.n) == (pytest.approx(60), None, 1)
 
 
 def test_last_epoch_by_default_and_selected_when_asked(tmp_path: Path) -> None:
-    assert results(tmp_path / "a", record()).accuracies("full", "gtsrb") == {0: pytest.approx(80)}
+    assert results(tmp_path / "a", record()).rows["full"].accuracies("gtsrb") == {0: pytest.approx(80)}
     one = results(tmp_path / "b", record(), selected=True)
-    assert one.accuracies("full", "gtsrb") == {0: pytest.approx(25)}
+    assert one.rows["full"].accuracies("gtsrb") == {0: pytest.approx(25)}
     assert "epoch selected on validation" in decathlon_table(one).caption
     blind = results(tmp_path / "c", record(selected=None), selected=True)
-    assert blind.accuracies("full", "gtsrb") == {}
+    assert blind.rows["full"].accuracies("gtsrb") == {}
 
 
 def test_validation_accuracies_are_shown_when_asked(tmp_path: Path) -> None:
     one = results(tmp_path / "a", record(), validation=True)
-    assert one.accuracies("full", "gtsrb") == {0: pytest.approx(50)}
+    assert one.rows["full"].accuracies("gtsrb") == {0: pytest.approx(50)}
     assert "on the validation set, last epoch" in decathlon_table(one).caption
     one = results(tmp_path / "b", record(), validation=True, selected=True)
-    assert one.accuracies("full", "gtsrb") == {0: pytest.approx(60)}
+    assert one.rows["full"].accuracies("gtsrb") == {0: pytest.approx(60)}
 
 
 OWN = [record("original", "imagenet", test=0.762, method="classifier", bits=0)]
@@ -269,7 +273,7 @@ def test_on_the_backbones_own_data_every_row_has_its_accuracy(tmp_path: Path) ->
     )
     assert any("stays whole here" in note for note in table.notes)  # PackNet's does not in the paper
     assert "Missing: never on all; Adapters-joint on ImageNet." in table.notes
-    mean = one.whole("full", accuracy, statistics.fmean)
+    mean = one.rows["full"].total(one.datasets, accuracy, statistics.fmean)
     assert (mean.mean, mean.n) == (pytest.approx((76.2 + 81) / 2), 3)
     assert mean.sd == pytest.approx(0.5)
     assert [line.title for line in cost_table(one).lines] == ["never", "Adapters-joint", "Finetune", "Full", "Packnet"]
@@ -278,9 +282,9 @@ def test_on_the_backbones_own_data_every_row_has_its_accuracy(tmp_path: Path) ->
 def test_a_joint_row_that_trained_on_the_backbones_data_has_its_own_accuracy(tmp_path: Path) -> None:
     runs = [record("adapters-joint", "imagenet", test=0.5, bits=100), record("full", "cubs")]
     one = results(tmp_path, *OWN, *runs, suite={"name": "mini", "form": "accuracy"})
-    assert one.accuracies("adapters-joint", "imagenet") == {0: 50}
-    assert one.accuracies("full", "imagenet") == {0: pytest.approx(76.2)}
-    assert one.params("full") == pytest.approx(1.1)
+    assert one.rows["adapters-joint"].accuracies("imagenet") == {0: 50}
+    assert one.rows["full"].accuracies("imagenet") == {0: pytest.approx(76.2)}
+    assert one.rows["full"].parameters(one.datasets) == pytest.approx(1.1)
 
 
 def test_the_backbone_alone_is_a_row_while_there_is_no_other(tmp_path: Path) -> None:
@@ -291,8 +295,8 @@ def test_the_backbone_alone_is_a_row_while_there_is_no_other(tmp_path: Path) -> 
 def test_parameters_add_up_over_data_sets_not_over_seeds(tmp_path: Path) -> None:
     runs = [record("full", name, seed, bits=bits) for name, bits in (("gtsrb", 100), ("dtd", 300)) for seed in range(3)]
     one = results(tmp_path, *runs, record("simple", "dtd"))
-    assert one.params("full") == pytest.approx((1000 + 100 + 300) / 1000)
-    assert one.params("simple") is None  # on one data set of two it says nothing
+    assert one.rows["full"].parameters(one.datasets) == pytest.approx((1000 + 100 + 300) / 1000)
+    assert one.rows["simple"].parameters(one.datasets) is None  # on one data set of two it says nothing
 
 
 def slow_marks(shown: list[float | None]) -> list[str | None]:

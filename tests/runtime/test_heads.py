@@ -245,7 +245,7 @@ def test_each_of_several_heads_gets_the_tasks_classes(named, tmp_path):
 
 def test_several_heads_are_replaced_by_as_many_modules(tmp_path):
     net, x = Network(Distilled().eval()), batch()
-    with pytest.raises(TaskError, match=r"combines 2 heads \(head, head_dist\): pass a torch.nn.ModuleList"):
+    with pytest.raises(TaskError, match=r"combines head, head_dist: pass a torch.nn.ModuleList of 2 heads"):
         net.add_task("t", classes=4, head=nn.Linear(8, 4))
     net.add_task("t", classes=4, head=nn.ModuleList([Mapped(), nn.Linear(8, 4)]))
     learn(net, "t", x)

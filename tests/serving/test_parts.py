@@ -1,6 +1,7 @@
 """The parts of the service by themselves: turns, the library, pictures, keys, sizes."""
 
 import io
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -9,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from pydantic import ValidationError
-from services import PREPROCESSING, add, bomb, new_store, offline, picture
+from services import PREPROCESSING, add, bomb, new_store, offline, picture, until
 from starlette.datastructures import Headers
 from tiny import batch, run, tiny
 
@@ -141,6 +141,18 @@ def test_what_is_taken_back_is_not_run():
     assert turns == [("b", [3])]
 
 
+def test_what_has_run_is_not_held():
+    class Task:
+        pass
+
+    scheduler, task = Scheduler(lambda task, items: items, batch=4, wait=0.0, queue=9, total=9), Task()
+    scheduler.start()
+    results(submit(scheduler, task, [1]))
+    held = weakref.ref(task)
+    del task
+    until(lambda: held() is None, "the scheduler holds a task that has run")
+
+
 def test_computed_weights_stay_within_the_budget_of_bytes():
     net, x = Network(tiny(), active=8), batch()
     for name in "abc":
@@ -160,9 +172,10 @@ def test_computed_weights_stay_within_the_budget_of_bytes():
 
 def says(library: Library, name: str, data: bytes) -> str:
     """The class that a task finds likeliest."""
-    with library.borrow([name]) as (entry,), torch.no_grad():
+    (entry,) = library.find([name])
+    with torch.no_grad():
         scores = library.net(evaluation_tensor(data, entry.preprocessing)[None], task=entry.inner)[0]
-        return entry.classes[int(scores.argmax())]
+    return entry.classes[int(scores.argmax())]
 
 
 def test_the_library_follows_its_folder(tmp_path):
@@ -172,16 +185,18 @@ def test_the_library_follows_its_folder(tmp_path):
     assert not served.scan()
     assert list(served.tasks) == ["birds", "cars", "original"]
     assert says(served, "birds", picture()) == offline(net, "birds", picture())[0]["class"]
-    with served.borrow(["birds"]) as (old,):
-        add(store, net, "birds", seed=9, size=24)
-        add(store, net, "new", seed=3)
-        store.path("cars").unlink()
-        assert served.scan()
-        assert list(served.tasks) == ["birds", "new", "original"]
-        assert old.inner in served.net.tasks  # what was accepted for it is still to be answered
+    (old,) = served.find(["birds"])
+    inner = old.inner
+    add(store, net, "birds", seed=9, size=24)
+    add(store, net, "new", seed=3)
+    store.path("cars").unlink()
+    assert served.scan()
+    assert list(served.tasks) == ["birds", "new", "original"]
+    assert inner in served.net.tasks  # what was accepted for it is still to be answered
     assert says(served, "birds", picture()) == offline(net, "birds", picture())[0]["class"]
+    del old
     served.scan()
-    assert old.inner not in served.net.tasks
+    assert inner not in served.net.tasks
 
 
 def test_a_broken_file_is_reported_and_the_old_task_goes_on(tmp_path):
@@ -196,8 +211,8 @@ def test_a_broken_file_is_reported_and_the_old_task_goes_on(tmp_path):
     assert served.tasks["birds"] is before
     assert set(served.errors) == {"birds", "junk"}
     assert str(tmp_path) not in "".join(served.errors.values())
-    with pytest.raises(UnknownTaskError, match="its file is broken"), served.borrow(["junk"]):
-        pass
+    with pytest.raises(UnknownTaskError, match="its file is broken"):
+        served.find(["junk"])
     store.path("birds").write_bytes(whole)
     store.path("junk").unlink()
     served.scan()
@@ -249,10 +264,10 @@ def test_files_that_cannot_be_served_say_why(tmp_path):
     assert "does not know" in served.errors["odd"]
     assert "cannot be a task's name" in served.errors["not a name"]
     assert not served.net.tasks
-    with pytest.raises(UnsafeNameError), served.borrow(["../store"]):
-        pass
-    with pytest.raises(TaskError), served.borrow([""]):
-        pass
+    with pytest.raises(UnsafeNameError):
+        served.find(["../store"])
+    with pytest.raises(TaskError):
+        served.find([""])
 
 
 def test_matrices_lie_where_torch_would_put_them_wherever_a_file_was_read_to(tmp_path):
@@ -328,5 +343,29 @@ def test_sizes():
     sizes = {"12": 12, "2GB": 2 * 10**9, "1.5 mb": 1_500_000, "1GiB": 2**30, "3k": 3000}
     assert {text: Settings(store=".", memory_budget=text).memory_budget for text in sizes} == sizes
     for text in ("", "GB", "-1GB", "two"):
-        with pytest.raises(ValidationError):
+        with pytest.raises(ServingError, match="give a size, as in 2GB"):
             Settings(store=".", memory_budget=text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("port", -1, "it should be greater than or equal to 0"),
+        ("port", 65536, "it should be less than or equal to 65535"),
+        ("workers", 0, "it should be greater than or equal to 1"),
+        ("threads", -1, "it should be greater than or equal to 0"),
+        ("memory_budget", -1, "give a size, as in 2GB, 500MB or 1GiB"),
+        ("max_batch", 0, "it should be greater than or equal to 1"),
+        ("max_wait_ms", -0.5, "it should be greater than or equal to 0"),
+        ("max_queue", 0, "it should be greater than or equal to 1"),
+        ("max_upload", 0, "it should be greater than or equal to 1"),
+        ("max_pixels", 0, "it should be greater than or equal to 1"),
+        ("patience", 0.0, "it should be greater than or equal to 0.1"),
+        ("grace", -1.0, "it should be greater than or equal to 0"),
+        ("poll", float("nan"), "it should be greater than or equal to 0.05"),
+    ],
+)
+def test_settings_out_of_bounds_are_one_sentence(name, value, expected):
+    with pytest.raises(ServingError) as refused:
+        Settings(store=".", **{name: value})
+    assert str(refused.value) == f"{name} {value}: {expected}"

@@ -34,7 +34,7 @@ def address(tmp_path, monkeypatch):
     try:
         with pytest.raises(ServingError, match="3 replicas need a CPU each, and Ray has 2: give fewer --workers"):
             ray_app.deploy(Settings(store=store.folder, port=port, workers=3, threads=1))
-        ray_app.deploy(Settings(store=store.folder, port=port, workers=2, threads=1))
+        ray_app.deploy(Settings(store=store.folder, port=port, workers=2, threads=1, exact=True))
         yield f"http://127.0.0.1:{port}", net
     finally:
         serve.shutdown()

@@ -12,9 +12,9 @@ from tiny import snapshot
 from torch import nn
 from torch.nn import functional as F
 
-from bitgraft.errors import TrainingError, WrongBackboneError
+from bitgraft.errors import StoppedError, TrainingError, WrongBackboneError
 from bitgraft.network import Network
-from bitgraft.training.loop import StoppedError, fit
+from bitgraft.training.loop import fit
 
 NAMES = ("a", "b")
 TRAIN = {name: stripes(50, ord(name)) for name in NAMES}

@@ -17,16 +17,15 @@ from stripes import SHORT, backbone, network, stripes
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from bitgraft.errors import TrainingError
+from bitgraft.errors import StoppedError, TrainingError
 from bitgraft.methods import registry
 from bitgraft.network import Network
 from bitgraft.training.callbacks import Callback
-from bitgraft.training.config import Config
-from bitgraft.training.evaluation import score
+from bitgraft.training.evaluation import evaluate
 from bitgraft.training.loader import Batches, Part
-from bitgraft.training.loop import StoppedError, fit
+from bitgraft.training.loop import fit
 from bitgraft.training.optimizers import build, centralize_gradients, clip_to_ema_norm, rate_factor
-from bitgraft.training.presets import DECATHLON, IMAGENET_TO_SKETCH, QUICK, preset
+from bitgraft.training.presets import DECATHLON, IMAGENET_TO_SKETCH, PAPER, QUICK, preset
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -42,7 +41,7 @@ def test_every_method_learns_more_than_the_classifier_alone(method):
     for name in (method, "classifier"):
         net = network(name)
         fit(net, "stripes", stripes(192, 1), None, QUICK.changed(epochs=6, batch=16, rates={"scores": 3e-3}))
-        accuracy[name] = score(net, "stripes", stripes(90, 2))["accuracy"]
+        accuracy[name] = evaluate(net, "stripes", stripes(90, 2))["accuracy"]
     assert accuracy[method] > 0.6
     assert accuracy[method] >= accuracy["classifier"]
 
@@ -84,21 +83,32 @@ def test_records_name_last_and_best_epoch():
     net = network()
     result = fit(net, "stripes", stripes(48, 1), stripes(30, 2), SHORT.changed(epochs=3))
     assert [record["epoch"] for record in result.history] == [1, 2, 3]
-    best = max(result.history, key=lambda r: (r["val_accuracy"], -r["val_loss"]))
+    best = max([result.start, *result.history], key=lambda r: (r["val_accuracy"], -r["val_loss"]))
     assert result.best == best
     assert net.tasks["stripes"].metrics["last"] == result.history[-1]
 
 
 def test_keeping_the_best_epoch_gives_its_accuracy():
     net = network()
-    config = SHORT.changed(
-        epochs=5, keep="best", rates={"k": 0.5, "norms": 0.3}
-    )  # far too high: accuracy goes up and down
+    high = {"k": 0.5, "norms": 0.3}  # far too high: accuracy goes up and down
+    config = SHORT.changed(epochs=5, keep="best", rates=high, head_init=False)
     result = fit(net, "stripes", stripes(48, 1), stripes(60, 2), config)
     assert result.best is not None
     accuracies = [record["val_accuracy"] for record in result.history]
     assert result.best["val_accuracy"] == max(accuracies)
-    assert score(net, "stripes", stripes(60, 2))["accuracy"] == pytest.approx(max(accuracies), abs=1e-6)
+    assert evaluate(net, "stripes", stripes(60, 2))["accuracy"] == pytest.approx(max(accuracies), abs=1e-6)
+
+
+def test_a_run_that_comes_to_nothing_ends_as_the_head_start():
+    net = network()
+    config = SHORT.changed(epochs=2, keep="best", rates={"k": 0.5, "norms": 3.0})
+    result = fit(net, "stripes", stripes(48, 1), stripes(60, 2), config)
+    assert result.best == result.start
+    assert result.best["epoch"] == 0
+    assert max(record["val_accuracy"] for record in result.history) < result.start["val_accuracy"]
+    found = evaluate(net, "stripes", stripes(60, 2))["accuracy"]
+    assert found == pytest.approx(result.start["val_accuracy"], abs=1e-6)
+    assert net.tasks["stripes"].metrics["best"]["epoch"] == 0
 
 
 def test_the_same_seed_gives_the_same_file_and_another_does_not(tmp_path):
@@ -253,7 +263,7 @@ def test_centred_gradients_have_no_mean_over_a_filter():
     """Of what makes up most of a task; norms, k and the head keep theirs."""
     learned = {role: torch.nn.Parameter(torch.randn(4, 3, 2)) for role in ("scores", "weights", "head")}
     learned["norms"] = torch.nn.Parameter(torch.randn(5))
-    config = Config(gradient_centralization=True)
+    config = PAPER.changed(gradient_centralization=True)
     optimizers = build(learned.items(), config, registry.get("full").phases[0])
     before = {role: torch.randn_like(parameter) for role, parameter in learned.items()}
     for role, parameter in learned.items():
@@ -268,7 +278,7 @@ def test_centred_gradients_have_no_mean_over_a_filter():
 
 def test_steady_gradients_are_at_most_what_adam_remembers():
     parameter, still = (torch.nn.Parameter(torch.zeros(3, 4)) for _ in range(2))
-    config = Config(clip_to_ema_norm=True)
+    config = PAPER.changed(clip_to_ema_norm=True)
     optimizers = build([("scores", parameter), ("norms", still)], config, registry.get("full").phases[0])
     seen = [torch.randn(3, 4) * size for size in (1.0, 3.0, 0.5)]
     for grad in seen:
@@ -367,7 +377,7 @@ def test_an_image_that_is_not_finite_is_named_and_the_task_stays_as_it_was(metho
     assert "rates" not in str(e.value)
     assert all(tensor.isfinite().all() for tensor in net.tasks["stripes"].state_dict().values())
     fit(net, "stripes", stripes(40, 1), None, config)  # as good as new
-    assert score(net, "stripes", stripes(30, 2))["accuracy"] > 0.3
+    assert evaluate(net, "stripes", stripes(30, 2))["accuracy"] > 0.3
 
 
 def test_rates_that_are_too_high_leave_the_last_good_epoch(tmp_path):
@@ -395,7 +405,7 @@ def test_validation_and_test_images_that_are_not_finite_are_named():
         fit(net, "stripes", stripes(32, 1), broken(stripes(9, 2), 4), SHORT)
     assert all(tensor.isfinite().all() for tensor in net.tasks["stripes"].state_dict().values())
     with pytest.raises(TrainingError, match=r"loss on the test data of task 'stripes' is not finite: image 8 of"):
-        score(net, "stripes", broken(stripes(9, 2), 8))
+        evaluate(net, "stripes", broken(stripes(9, 2), 8))
 
 
 def test_no_images_are_one_sentence():
@@ -404,7 +414,7 @@ def test_no_images_are_one_sentence():
     with pytest.raises(TrainingError, match="validation data of task 'stripes' is empty"):
         fit(network(), "stripes", stripes(6, 1), stripes(0, 1))
     with pytest.raises(TrainingError, match="test data of task 'stripes' is empty"):
-        score(network(), "stripes", stripes(0, 1))
+        evaluate(network(), "stripes", stripes(0, 1))
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
@@ -472,12 +482,40 @@ def test_what_is_not_finite_is_never_saved(tmp_path):
     assert (tmp_path / "state.pt").read_bytes() == before
 
 
+def test_masks_that_form_end_as_bits_and_resume_to_the_same_bytes(tmp_path):
+    """What validation sees, what the run ends as, and what is saved are one and the same."""
+    config = SHORT.changed(epochs=4, anneal_masks=0.6, keep="best", head_init=False)
+    files = []
+    for stop in (None, 5, 9):
+        net, count = network(), iter(range(100))
+        torch.manual_seed(5)  # dropout
+        folder = tmp_path / str(stop)
+        folder.mkdir()
+        data = stripes(48, 1), stripes(60, 2), config
+        if stop is not None:
+            with pytest.raises(StoppedError):
+                fit(net, "stripes", *data, folder=folder, stop=lambda: next(count) == stop)  # noqa: B023
+            net = network()
+        result = fit(net, "stripes", *data, folder=folder, resume=stop is not None)
+        assert evaluate(net, "stripes", data[1])["accuracy"] == pytest.approx(result.best["val_accuracy"], abs=1e-6)
+        files.append(trained_bytes(net, tmp_path / "a.safetensors"))
+        assert evaluate(net, "stripes", data[1])["accuracy"] == pytest.approx(result.best["val_accuracy"], abs=1e-6)
+    assert files[0] == files[1] == files[2]
+
+
 def test_early_stopping():
     config = SHORT.changed(epochs=30, patience=2, rates=dict.fromkeys(QUICK.rates, 0.0))
     result = fit(
         network("piggyback"), "stripes", stripes(32, 1), stripes(9, 2), config
     )  # nothing moves: the first is best
-    assert [record["epoch"] for record in result.history] == [1, 2, 3]
+    assert [record["epoch"] for record in result.history] == [1, 2]
+    result = fit(network("piggyback"), "stripes", stripes(32, 1), stripes(9, 2), config.changed(patience=0.4))
+    assert len(result.history) == 12  # of 30 epochs
+    short = config.changed(epochs=8, patience=0.1)
+    assert len(fit(network("piggyback"), "stripes", stripes(32, 1), stripes(9, 2), short).history) == 8
+    late = config.changed(patience=2, anneal_masks=0.2)
+    result = fit(network("piggyback"), "stripes", stripes(32, 1), stripes(9, 2), late)
+    assert len(result.history) == 8  # masks take 6 of 30 epochs to form
 
 
 def test_a_frozen_or_unknown_task_is_refused(tmp_path):
@@ -626,9 +664,9 @@ def test_methods_that_were_not_measured_with_levelling_have_the_settings_they_we
 def test_rates_by_step():
     from bitgraft.methods.registry import Phase
 
-    step = Config(epochs=4, drop_after=2)
+    step = PAPER.changed(epochs=4, drop_after=2)
     assert [rate_factor(step, Phase(), s, 10, 4) for s in (0, 19, 20, 39)] == [1.0, 1.0, 0.1, 0.1]
-    cosine = Config(schedule="cosine", warmup=1.0)
+    cosine = PAPER.changed(schedule="cosine", warmup=0.25)
     assert rate_factor(cosine, Phase(), 4, 10, 4) == pytest.approx(0.5)
     assert rate_factor(cosine, Phase(), 10, 10, 4) == pytest.approx(1.0)
     assert rate_factor(cosine, Phase(), 25, 10, 4) == pytest.approx(0.5)
@@ -652,5 +690,7 @@ def test_bad_settings_are_one_sentence(changes, message):
 
 
 def test_unknown_preset():
-    with pytest.raises(TrainingError, match="known are quick, quick-uncorrected, imagenet-to-sketch, decathlon"):
+    with pytest.raises(
+        TrainingError, match="known are default, quick, quick-uncorrected, imagenet-to-sketch, decathlon"
+    ):
         preset("fast")

@@ -17,8 +17,8 @@ from torch import nn
 from accelerate import Accelerator
 from stripes import PROPORTIONATE, SHORT, Network, backbone, network, stripes
 from bitgraft import fit
-from bitgraft.training.evaluation import score
-from bitgraft.training.loop import StoppedError
+from bitgraft.training.evaluation import evaluate
+from bitgraft.errors import StoppedError
 accelerator = Accelerator(cpu=True)
 rank, world, main = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
 found = {{}}
@@ -80,10 +80,10 @@ def test_batch_statistics_over_processes_are_exact_whatever_the_mean(tmp_path):
 
 
 UNEVEN = """
-cases = {"65": (65, 32, 1, 129), "33": (33, 32, 1, 1), "35 in parts": (35, 32, 2, 30), "1": (1, 4, 1, 3)}
+cases = {"65": (65, 32, 1, 129), "33": (33, 32, 1, 1), "35 in parts": (35, 32, 2, 30), "3 by one": (3, 1, 1, 3)}
 for name, (images, batch, accumulate, val) in cases.items():
     for statistics in ("batch", "kept"):
-        if statistics == "batch" and images == 1:
+        if statistics == "batch" and batch == 1:
             continue
         config = PROPORTIONATE.changed(batch=batch, accumulate=accumulate, statistics=statistics)
         net = still(network("finetune"))

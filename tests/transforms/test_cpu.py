@@ -340,5 +340,6 @@ def test_a_broken_numba_is_reported_once_and_plain_pytorch_runs(error, tmp_path)
 
 def test_pieces_cover_every_filter_once():
     for shape in [(1, 1), (36, 1), (1, 37), (1000, 1), (12, 12), (4, 400)]:
-        ranges = list(cpu._ranges(np.empty(shape, np.float32)))
-        assert [row for first, last in ranges for row in range(first, last)] == list(range(shape[0]))
+        for piece in (1, 8, 100, 10_000):
+            ranges = list(cpu._ranges(np.empty(shape, np.float32), piece))
+            assert [row for first, last in ranges for row in range(first, last)] == list(range(shape[0]))

@@ -420,6 +420,34 @@ def test_gradients_where_k2_follows_the_scores(per):
     assert torch.allclose(made.scores.grad, upstream * (1 + k3.detach().view(wide) * tensor / k2), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("channels", [3, 130])  # plain PyTorch, and the compiled loops
+def test_masks_form_from_r(channels, layout):
+    """In training W~ is between W + R and the mask's, with the gradients of both; in evaluation it is the mask's."""
+    layer = nn.Conv2d(channels, 16, 3)
+    tensor, rng = layer.weight.detach(), torch.Generator().manual_seed(2)
+    made = fresh(describe(layer), tensor, LEARNED, per="channel")
+    made.scale_k2_by_r(1e-2, rng)
+    made.k.data += 0.1 * torch.randn(made.k.shape, generator=rng)
+    made.channels_last = layout == torch.channels_last
+    upstream = torch.randn(tensor.shape, generator=rng).contiguous(memory_format=layout)
+    (hard := made(tensor)).backward(upstream)
+    grads = {name: parameter.grad for name, parameter in made.named_parameters()}
+    for hardness in (0.0, 0.3, 1.0):
+        made.hardness = hardness
+        made.zero_grad()
+        (found := made.train()(tensor)).backward(upstream)
+        soft = tensor + made.scores.detach()
+        assert torch.allclose(found, hardness * hard + (1 - hardness) * soft, atol=1e-6)
+        for name, parameter in made.named_parameters():
+            direct = upstream if name == "scores" else 0.0
+            wanted = hardness * grads[name] + (1 - hardness) * direct
+            assert torch.allclose(parameter.grad, torch.as_tensor(wanted), rtol=1e-4, atol=1e-6), name
+        assert torch.equal(made.eval()(tensor), hard)
+    made.train().freeze()
+    assert torch.equal(made(tensor), hard)
+
+
 class NoWaiting(TorchDispatchMode):
     """Counts operations, and fails on those for which a host would wait for its device."""
 

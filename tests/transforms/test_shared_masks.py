@@ -20,6 +20,7 @@ from bitgraft.errors import (
     CorruptError,
     ExportError,
     MissingTaskError,
+    StoppedError,
     StoreError,
     TaskError,
     TrainingError,
@@ -31,7 +32,6 @@ from bitgraft.format import archive
 from bitgraft.format.inspect import inspect_file
 from bitgraft.sharing.pulling import enter, fetch
 from bitgraft.store import Backbone, Store
-from bitgraft.training.loop import StoppedError
 from bitgraft.training.presets import QUICK
 from bitgraft.transforms.base import Weight
 from bitgraft.transforms.bits import pack, packed_size
@@ -96,13 +96,13 @@ def nudge(task: Task, seed: int = 0) -> Task:
 def network(*earlier: str, **options) -> Network:
     net = Network(tiny(), **options)
     for seed, name in enumerate(earlier):
-        nudge(net.add_task(name, classes=3, seed=seed), seed)
+        nudge(net.add_task(name, classes=3, preset=None, seed=seed), seed)
     return net.eval()
 
 
 def with_borrower(*earlier: str, **options) -> Network:
     net = network(*earlier)
-    nudge(net.add_task("new", classes=4, borrow=earlier, seed=7, **options), 7)
+    nudge(net.add_task("new", classes=4, preset=None, borrow=earlier, seed=7, **options), 7)
     return net.eval()
 
 
@@ -128,8 +128,8 @@ def test_a_task_runs_with_the_whole_equation(per):
 
 def test_it_starts_exactly_as_without_borrowing():
     net = network("a", "b")
-    plain = net.add_task("plain", classes=4, seed=7)
-    mixing = net.add_task("mixing", classes=4, seed=7, borrow=["a", "b"])
+    plain = net.add_task("plain", classes=4, preset=None, seed=7)
+    mixing = net.add_task("mixing", classes=4, preset=None, seed=7, borrow=["a", "b"])
     for name, weight in plain.tensors().items():
         assert torch.equal(mixing.tensors()[name], weight)
     for task in (plain, mixing):
@@ -145,7 +145,7 @@ def test_it_starts_exactly_as_without_borrowing():
 def test_the_borrowed_k_learn_and_earlier_tasks_do_not_change():
     net = network("a", "b")
     before = {name: run(net, IMAGES, task=name) for name in ("a", "b")}
-    task = net.add_task("new", classes=4, borrow=["a", "b"])
+    task = net.add_task("new", classes=4, preset=None, borrow=["a", "b"])
     learn(net, "new", IMAGES, steps=3)
     for transform in task.transforms.values():
         assert transform.borrowed.detach().ne(0).all()
@@ -156,7 +156,10 @@ def test_the_borrowed_k_learn_and_earlier_tasks_do_not_change():
 
 def test_only_scalars_are_added_and_masks_are_shared():
     net = network("a", "b")
-    plain, mixing = net.add_task("plain", classes=4), net.add_task("mixing", classes=4, borrow=["a", "b"])
+    plain, mixing = (
+        net.add_task("plain", classes=4, preset=None),
+        net.add_task("mixing", classes=4, preset=None, borrow=["a", "b"]),
+    )
     assert mixing.bits() - plain.bits() == 32 * 2 * 2 * len(plain.transforms)
     held = {tensor.data_ptr() for task in ("a", "b") for tensor in net.tasks[task].buffers()}
     own = [t for t in [*mixing.parameters(), *mixing.buffers()] if t.dtype == torch.uint8 or t.data_ptr() in held]
@@ -201,8 +204,8 @@ def test_every_kind_of_layer(tmp_path):
         nn.Linear(130, 3),
     ).to(memory_format=torch.channels_last)
     net, again = (Network(copy.deepcopy(model), example=(2, 4, 4, 4)).eval() for _ in range(2))
-    nudge(net.add_task("a", classes=3))
-    nudge(net.add_task("new", classes=3, borrow="a", per="channel"))
+    nudge(net.add_task("a", classes=3, preset=None))
+    nudge(net.add_task("new", classes=3, preset=None, borrow="a", per="channel"))
     images = batch(2, 4, 4, 4)
     learning = run(net.eval(), images, task="new")
     for name in ("a", "new"):
@@ -219,12 +222,12 @@ def test_the_file_names_what_it_leans_on_and_is_refused_without(tmp_path):
     assert list(metadata.depends_on) == ["zebra", "ant"], "in the order of the k, not of the alphabet"
     for name, digest in metadata.depends_on.items():
         assert digest == archive.content(read_archive(tmp_path / name))
-    with pytest.raises(MissingTaskError, match="'new' builds on the tasks 'zebra', 'ant', which are not here"):
+    with pytest.raises(MissingTaskError, match="'new' builds on 'zebra', 'ant', not here"):
         again.load_task(tmp_path / "new")
     again.load_task(tmp_path / "ant")
-    with pytest.raises(MissingTaskError, match="builds on task 'zebra', which is not here under any name: load that"):
+    with pytest.raises(MissingTaskError, match="builds on 'zebra', not here under any name: load that"):
         again.load_task(tmp_path / "new")
-    nudge(again.add_task("zebra", classes=3), 5)
+    nudge(again.add_task("zebra", classes=3, preset=None), 5)
     with pytest.raises(MissingTaskError, match="builds on another task 'zebra'"):
         again.load_task(tmp_path / "new")
     assert list(again.tasks) == ["ant", "zebra"]
@@ -285,7 +288,7 @@ def test_loading_freezes_what_the_file_leans_on(tmp_path):
 
 def test_a_task_that_borrows_can_be_borrowed_from_and_none_of_them_removed(tmp_path):
     net, again = with_borrower("a"), network()
-    third = nudge(net.add_task("third", classes=2, borrow=["new"]), 9)
+    third = nudge(net.add_task("third", classes=2, preset=None, borrow=["new"]), 9)
     assert list(third.metadata.depends_on) == ["new"]
     assert torch.equal(
         third.transforms["stem.weight"]._earlier[0].packed, net.tasks["new"].transforms["stem.weight"].own.packed
@@ -303,8 +306,8 @@ def test_a_task_that_borrows_can_be_borrowed_from_and_none_of_them_removed(tmp_p
 
 def test_weights_that_an_earlier_task_has_outright_are_not_borrowed(tmp_path):
     net = network()
-    nudge(net.add_task("a", classes=3, own="stem.weight"))
-    task = nudge(net.add_task("new", classes=3, borrow=["a"]))
+    nudge(net.add_task("a", classes=3, preset=None, own="stem.weight"))
+    task = nudge(net.add_task("new", classes=3, preset=None, borrow=["a"]))
     assert isinstance(task.transforms["stem.weight"], Masked)
     assert isinstance(task.transforms["pointwise.weight"], Borrowing)
     again = network()
@@ -329,10 +332,10 @@ def test_weights_that_an_earlier_task_has_outright_are_not_borrowed(tmp_path):
 )
 def test_what_cannot_be_borrowed(borrow, method, error, said):
     net = network("a")
-    net.add_task("lora", classes=2, method="lora")
-    net.add_task("pack", classes=2, method="packnet").prune(0.5)
+    net.add_task("lora", classes=2, preset=None, method="lora")
+    net.add_task("pack", classes=2, preset=None, method="packnet").prune(0.5)
     with pytest.raises(error, match=said):
-        net.add_task("new", classes=2, method=method, borrow=borrow)
+        net.add_task("new", classes=2, preset=None, method=method, borrow=borrow)
     assert list(net.tasks) == ["a", "lora", "pack"]
     assert net.tasks["a"].learns(), "a refusal freezes nothing"
 
@@ -383,7 +386,7 @@ def test_what_a_file_says_of_it(tmp_path):
 def test_in_a_batch_of_several_tasks_with_weights_kept_for_one():
     net = Network(tiny(), active=1).eval()
     for name, borrow in (("a", ()), ("b", ()), ("new", ("a", "b"))):
-        nudge(net.add_task(name, classes=3, borrow=borrow), len(net.tasks)).freeze()
+        nudge(net.add_task(name, classes=3, preset=None, borrow=borrow), len(net.tasks)).freeze()
     names = ["new", "a", "new", "b", "a", "new"]
     with torch.no_grad():
         together = net(IMAGES, task=names)
@@ -400,9 +403,9 @@ def test_it_does_not_go_into_a_bundle_of_masks():
 @pytest.mark.parametrize("per", ["layer", "channel"])
 def test_a_task_starts_as_an_earlier_one(per):
     net = network()
-    first = nudge(net.add_task("first", classes=3, per=per))
+    first = nudge(net.add_task("first", classes=3, preset=None, per=per))
     first.owned["norm1.running_mean"].add_(1)
-    task = net.add_task("new", classes=3, start="first", per=per)
+    task = net.add_task("new", classes=3, preset=None, start="first", per=per)
     assert not task.metadata.depends_on
     for name, tensor in task.tensors().items():
         assert name in net.anatomy.head_names() or torch.equal(tensor, first.tensors()[name]), name
@@ -422,7 +425,7 @@ def test_a_task_starts_as_an_earlier_one(per):
 
 def test_starting_and_borrowing_together():
     net = network("a", "b")
-    task = net.add_task("new", classes=3, start="a", borrow=["a", "b"])
+    task = net.add_task("new", classes=3, preset=None, start="a", borrow=["a", "b"])
     for name in task.transforms:
         assert torch.equal(task.tensors()[name], net.tasks["a"].tensors()[name])
     assert list(task.metadata.depends_on) == ["a", "b"]
@@ -432,21 +435,21 @@ def test_starting_and_borrowing_together():
     ("start", "options", "error", "said"),
     [
         ("b", {}, UnknownTaskError, "no task 'b'"),
-        ("a", {"per": "channel"}, TaskError, "one per layer or one per channel"),
+        ("a", {"per": "channel"}, TaskError, "one k per layer there and per channel here"),
         ("a", {"k1": 0.0}, TaskError, "k1 = .* where it is to stay 0 here"),
         ("a", {"method": "simple"}, TaskError, "'simple' takes no masks"),
-        ("lora", {}, TaskError, "cannot begin as 'lora', whose 'stem.weight' is no mask"),
-        ("mixing", {}, TaskError, "cannot begin as 'mixing', whose 'stem.weight' is no mask that stands by itself"),
-        ("outright", {}, TaskError, "cannot begin as 'outright', whose 'stem.weight' is no mask"),
+        ("lora", {}, TaskError, "cannot begin as 'lora': its 'stem.weight' is no mask"),
+        ("mixing", {}, TaskError, "cannot begin as 'mixing': its 'stem.weight' is no mask that stands by itself"),
+        ("outright", {}, TaskError, "cannot begin as 'outright': its 'stem.weight' is no mask"),
     ],
 )
 def test_what_a_task_cannot_start_from(start, options, error, said):
     net = network("a")
-    net.add_task("lora", classes=2, method="lora")
-    net.add_task("mixing", classes=2, borrow="a")
-    net.add_task("outright", classes=2, own="stem.weight")
+    net.add_task("lora", classes=2, preset=None, method="lora")
+    net.add_task("mixing", classes=2, preset=None, borrow="a")
+    net.add_task("outright", classes=2, preset=None, own="stem.weight")
     with pytest.raises(error, match=said):
-        net.add_task("new", classes=2, start=start, **options)
+        net.add_task("new", classes=2, preset=None, start=start, **options)
     assert "new" not in net.tasks
 
 
@@ -485,7 +488,7 @@ def test_in_a_store(place, capsys, monkeypatch):
     assert json.loads(out)["accuracy"] == store.archive("new").metrics["test"]["accuracy"]
     code, _, err = command(*new[:-1], "a", "--overwrite")
     assert code == 1
-    assert "task 'a' cannot be replaced: 'new' would not run without it" in err
+    assert "task 'a' cannot be replaced: 'new' builds on it" in err
     for more, code, said in [
         (("--borrow", "c"), 1, "has no task 'c'; it has a, b, new"),
         (("--borrow", "new", "--overwrite"), 1, "'new' cannot build on itself"),
@@ -497,7 +500,7 @@ def test_in_a_store(place, capsys, monkeypatch):
         assert (found, said in err, err.count("\n")) == (code, True, 1 if code == 1 else err.count("\n")), err
     assert not (place / "elsewhere").exists()
     store.path("a").rename(place / "away")
-    with pytest.raises(MissingTaskError, match="'new' builds on task 'a', which is not here"):
+    with pytest.raises(MissingTaskError, match="'new' builds on 'a', not here"):
         store.load(store.network(), "new")
     (place / "away").rename(store.path("a"))
 
@@ -512,7 +515,7 @@ def test_between_stores(place):
     with pytest.raises(StoreError, match="builds on the task 'a' that is there: pass --as another name"):
         enter(fetch("store/new.safetensors"), other, "a", overwrite=True)
     enter(fetch("store/new.safetensors"), other)
-    with pytest.raises(StoreError, match="'a' cannot be replaced: 'new' would not run without it"):
+    with pytest.raises(StoreError, match="'a' cannot be replaced: 'new' builds on it"):
         enter(fetch("store/b.safetensors"), other, "a", overwrite=True)
     fresh = other.network()
     assert set(other.load(fresh, "new").metadata.depends_on) == {"a"}
@@ -525,7 +528,7 @@ def test_a_file_that_leans_on_its_own_name_ends(place):
         dataclasses.replace(filed, metadata=dataclasses.replace(filed.metadata, depends_on={"a": "0" * 64})),
         store.path("a"),
     )
-    with pytest.raises(MissingTaskError, match="'a' builds on task 'a', which is not here"):
+    with pytest.raises(MissingTaskError, match="'a' builds on 'a', not here"):
         store.load(net, "a")
 
 

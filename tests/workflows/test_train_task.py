@@ -11,6 +11,7 @@ from rich.console import Console
 from bitgraft.errors import DataError, TrainingError
 from bitgraft.store import Backbone, Store
 from bitgraft.training import runs
+from bitgraft.training.callbacks import Plan
 from bitgraft.training.presets import QUICK
 from bitgraft.training.progress import Progress, spelled
 from bitgraft.workflows.train_jointly import train_jointly
@@ -79,7 +80,7 @@ class Watcher:
     def __init__(self, fault=None):
         self.told, self.fault = [], fault
 
-    def begin(self, tasks, epochs, steps_per_epoch, done_epochs):
+    def begin(self, plan):
         self.told.append("begin")
 
     def step(self, epoch, step, images):
@@ -156,7 +157,7 @@ def test_progress_in_a_terminal_and_elsewhere(monkeypatch):
     for terminal in (True, False):
         stream = io.StringIO()
         progress = Progress(Console(file=stream, force_terminal=terminal, width=100))
-        progress.begin(["flowers"], 3, 4, 1)
+        progress.begin(Plan(["flowers"], 3, 4, 1, None))
         progress.step(1, 2, 32)
         progress.look(0.625, 0.7)
         assert terminal or not stream.getvalue()  # soon after the start: a line would be one too many

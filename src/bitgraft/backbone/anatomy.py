@@ -5,12 +5,12 @@ order layers run, whose output goes straight into a norm, and whose output is th
 can be overridden with the patterns of `fnmatch` (`"layer4.*"`).
 """
 
-import functools
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from bitgraft.backbone.checks import refuse, warn_of_shared
 from bitgraft.backbone.head_layers import find_heads, heads_hint, named_heads, within
 from bitgraft.backbone.layers import (
+    COUNTER,
     is_conv,
     is_norm,
     is_transposed,
@@ -61,13 +62,16 @@ class Anatomy:
         return self.heads if len(self.heads) > 1 else self.heads[0] if self.heads else None
 
     @cached_property
-    def _owners(self) -> dict[str, tuple[nn.Module, str]]:
-        return {name: (self.backbone.get_submodule(p[0][0]), p[0][1]) for name, p in self.places.items()}
+    def _holders(self) -> dict[str, tuple[dict[str, Any], str]]:
+        return {
+            name: (tensor_dict(self.backbone.get_submodule(p[0][0]), p[0][1]), p[0][1])
+            for name, p in self.places.items()
+        }
 
     def tensor(self, name: str) -> Tensor:
         """The backbone's tensor of that name, as it is now."""
-        owner, attribute = self._owners[name]
-        return getattr(owner, attribute)  # type: ignore[no-any-return]
+        held, attribute = self._holders[name]
+        return held[attribute]  # type: ignore[no-any-return]
 
     def tensors(self) -> dict[str, Tensor]:
         """All of them, by name."""
@@ -78,13 +82,29 @@ class Anatomy:
         """The backbone's floating dtype (of its first parameter that has one)."""
         return next((p.dtype for p in self.backbone.parameters() if p.is_floating_point()), torch.float32)
 
-    @functools.cached_property
+    @property
+    def device(self) -> torch.device:
+        """Where the backbone is (its first tensor)."""
+        return self.tensor(next(iter(self.places))).device
+
+    @cached_property
     def _head_names(self) -> list[str]:
         return _held_by(self.heads, self.places)
 
     def head_names(self) -> list[str]:
         """The names of the tensors that belong to the head alone."""
         return list(self._head_names)
+
+    @cached_property
+    def norm_of(self) -> dict[str, str]:
+        """Each tensor of a norm layer with that layer's name, also of norms that new tasks leave alone."""
+        return {name: path for path, names in _norms(self.backbone, self.places).items() for name in names}
+
+    @cached_property
+    def fingerprinted(self) -> list[str]:
+        """The tensors that the fingerprint covers: those that a state dict holds, the head's and counters apart."""
+        transient = {_join(p, n) for p, m in self.backbone.named_modules() for n in m._non_persistent_buffers_set}
+        return sorted(n for n in self.places.keys() - transient - set(self.head_names()) if not n.endswith(COUNTER))
 
     @property
     def head_tied(self) -> bool:
@@ -93,16 +113,11 @@ class Anatomy:
 
     def fingerprint(self) -> str:
         """SHA-256 over the names, shapes and float32 values of everything but the head, which a task replaces."""
-        transient = {_join(p, n) for p, m in self.backbone.named_modules() for n in m._non_persistent_buffers_set}
         digest = hashlib.sha256()
-        for name in sorted(self.places.keys() - transient - set(self.head_names())):
-            if name.endswith("num_batches_tracked"):
-                continue
+        for name in self.fingerprinted:
             tensor = self.tensor(name)
             if tensor.is_meta:
-                raise BackboneError(
-                    f"{name!r} has a shape but no values (meta device): load weights before saving tasks"
-                )
+                raise BackboneError(f"{name!r} has no values (meta device): load weights before saving tasks")
             value = tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else None).contiguous()
             digest.update(f"{name}{tuple(value.shape)}".encode())
             digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
@@ -137,7 +152,8 @@ def read_anatomy(
     seen = trace(backbone, example)
     heads = find_heads(backbone, seen) if head == AUTO else named_heads(backbone, seen, head)
     in_head = set(_held_by(heads or (), places))
-    every = _by_default(backbone, places) if transform == AUTO else _match(transform, _matrices(backbone), "transform")
+    matrices = [name for name, parameter in backbone.named_parameters() if parameter.dim() >= 2]
+    every = _by_default(backbone, places) if transform == AUTO else _match(transform, matrices, "transform")
     found = [name for name in _in_order(backbone, every, seen) if name not in in_head]
     skipped = set(_match(skip, found, "skip"))
     weights = {name: _describe(backbone, places, name, seen) for name in found if name not in skipped}
@@ -180,6 +196,11 @@ def tensor_places(module: nn.Module) -> Places:
     return places
 
 
+def tensor_dict(owner: nn.Module, attribute: str) -> dict[str, Any]:
+    """The dictionary in which a module holds a tensor."""
+    return owner._parameters if attribute in owner._parameters else owner._buffers
+
+
 def _held_by(layers: Sequence[str], places: Places) -> list[str]:
     """The tensors that these layers hold, and no other layer."""
     return [name for name, held in places.items() if all(within(path, layers) for path, _ in held)]
@@ -189,10 +210,6 @@ def _by_default(backbone: nn.Module, places: Places) -> list[str]:
     """The weights of convolutions, linear and recurrent layers, and attention."""
     owners = ((path, a) for path, module in backbone.named_modules() for a in weight_attributes(module))
     return [name for path, attribute in owners if (name := _join(path, attribute)) in places]
-
-
-def _matrices(backbone: nn.Module) -> list[str]:
-    return [name for name, parameter in backbone.named_parameters() if parameter.dim() >= 2]
 
 
 def _in_order(backbone: nn.Module, names: Iterable[str], seen: Trace) -> list[str]:
@@ -207,9 +224,7 @@ def _describe(backbone: nn.Module, places: Places, name: str, seen: Trace | None
     module = backbone.get_submodule(_parent(name))
     tensor = backbone.get_parameter(name)
     if not tensor.is_floating_point():
-        raise BackboneError(
-            f"{name!r} is of type {tensor.dtype}, not floating point: pass the backbone before quantisation"
-        )
+        raise BackboneError(f"{name!r} is of type {tensor.dtype}: pass the backbone before quantisation")
     tied = [path for path, _ in places[name][1:] if backbone.get_submodule(path) is not module]
     feeds = [seen.feeds.get(path) if seen else None for path in [_parent(name), *tied]]
     norms = [backbone.get_submodule(path) for path in feeds if path]

@@ -13,9 +13,7 @@ from bitgraft.errors import BackboneError, BackboneWarning
 def refuse(backbone: nn.Module) -> None:
     """Raise for a backbone whose weights cannot be replaced by others."""
     if not isinstance(backbone, nn.Module):
-        raise BackboneError(
-            f"a backbone is a torch.nn.Module, not a {type(backbone).__name__}: build it first, timm.create_model(...)"
-        )
+        raise BackboneError(f"a backbone is a torch.nn.Module, not a {type(backbone).__name__}: build it first")
     if isinstance(backbone, torch.jit.ScriptModule):
         raise BackboneError("the backbone is a TorchScript module, whose weights are fixed: pass the Python module")
     if hasattr(backbone, "_orig_mod"):

@@ -38,16 +38,12 @@ def named_heads(backbone: nn.Module, seen: Trace, given: str | Sequence[str] | N
     layers = [path for path, layer in backbone.named_modules() if path and _has_tensors(layer)]
     for pattern in patterns:
         if not any(fnmatchcase(path, pattern) for path in layers):
-            raise BackboneError(
-                f"the backbone has no layer {pattern!r} with weights to be its head; {heads_hint(backbone)}"
-            )
+            raise BackboneError(f"the backbone has no layer {pattern!r} with weights; {heads_hint(backbone)}")
     found = [path for path in layers if any(fnmatchcase(path, pattern) for pattern in patterns)]
     heads = tuple(path for path in found if not within(path.rpartition(".")[0], found))
     combined = find_heads(backbone, seen) or ()
     if heads and set(heads) < set(combined):
-        raise BackboneError(
-            f"{type(backbone).__name__} combines the outputs of {', '.join(combined)}: pass head={combined!r}"
-        )
+        raise BackboneError(f"{type(backbone).__name__} combines {', '.join(combined)}: pass head={combined!r}")
     return heads
 
 

@@ -1,12 +1,11 @@
-"""What kind of layer a module is, and which tensors are parameters."""
+"""What kind of layer a module is."""
 
-from typing import TypeGuard
-
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+COUNTER = "num_batches_tracked"  # counts training steps; no output depends on it, and old files lack it
 ATTENTION_WEIGHTS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
@@ -67,9 +66,3 @@ def weight_attributes(module: nn.Module) -> list[str]:
     if isinstance(module, nn.RNNBase | nn.RNNCellBase):
         return [name for name in module._parameters if name.startswith("weight")]
     return []
-
-
-def is_parameter(tensor: object) -> TypeGuard[nn.Parameter]:
-    """As `isinstance` says, which asks torch's metaclass: ten times as long, and loading asks of every tensor."""
-    kind = type(tensor)
-    return kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter))

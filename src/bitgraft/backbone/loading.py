@@ -88,9 +88,10 @@ def _small(name: str, pretrained: bool, wanted: dict[str, Any]) -> nn.Module:
     if name == "resnet26":
         return resnet26(**wanted)
     depth, width = map(int, name.split("-")[1:])
-    if (depth - 4) % 6 or depth < 10 or width < 1:
-        raise UnknownBackboneError(f"{name!r}: a wide ResNet's depth is 10, 16, 22, 28, ..., its width 1 or more")
-    return wide_resnet(depth, width, **wanted)
+    try:
+        return wide_resnet(depth, width, **wanted)
+    except ValueError as cause:
+        raise UnknownBackboneError(f"{name!r}: {cause}") from cause
 
 
 def _own(name: str, wanted: dict[str, Any]) -> nn.Module:

@@ -75,8 +75,10 @@ class SmallResNet(nn.Module):
 
 def wide_resnet(depth: int = 28, width: int = 4, num_classes: int = 1000) -> SmallResNet:
     """A wide ResNet for 64 x 64 images; WRN-28-4 is the paper's network for the decathlon."""
-    if (depth - 4) % 6:
-        raise ValueError(f"a wide ResNet's depth is 6 n + 4 (10, 16, 22, 28, ...), not {depth}")
+    if (depth - 4) % 6 or depth < 10 or width < 1:
+        raise ValueError(
+            f"a wide ResNet's depth is 6 n + 4 (10, 16, 22, 28, ...), its width from 1 on, not {depth}-{width}"
+        )
     channels = [16, 16 * width, 32 * width, 64 * width]
     return SmallResNet(_PreActivation, (depth - 4) // 6, channels, num_classes, stem_norm=False)
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from bitgraft.backbone.files import write_atomically
+from bitgraft.backbone.layers import COUNTER
 from bitgraft.errors import BackboneError
 
 PACKAGE = "package:"
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
 WRAPPERS = ("state_dict", "model_state_dict", "model", "net")  # how training scripts wrap a state dict
 PREFIXES = ("module.", "_orig_mod.", "model.")  # what DataParallel, torch.compile and Lightning put before names
-COUNTER = "num_batches_tracked"  # old files lack it, and nothing is computed with it
 
 
 def read_weights(source: str) -> dict[str, Tensor]:
@@ -125,9 +125,7 @@ def _in_order(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], sourc
     if ours != theirs:
         at = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
         where = "" if at is None else f"; the first to differ is {list(state)[at]!r} against {list(expected)[at]!r}"
-        raise BackboneError(
-            f"{source} does not fit the network: it holds {len(theirs)} tensors, the network {len(ours)}{where}"
-        )
+        raise BackboneError(f"{source} does not fit: it holds {len(theirs)} tensors, the network {len(ours)}{where}")
     return dict(zip(expected, state.values(), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The command line: one thin file per command. None loads torch before it runs, so that --help is quick.
+"""The command line: thin commands, by subject. None loads torch before it runs, so that --help is quick.
 
 May import: everything else.
 """

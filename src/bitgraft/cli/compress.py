@@ -7,14 +7,10 @@ import typer
 from typer import Argument, Option
 
 from bitgraft.cli import options as opt
+from bitgraft.cli.app import command
 from bitgraft.cli.output import megabytes, percent, show
-from bitgraft.training.callbacks import Callback
+from bitgraft.training.callbacks import Callback, Plan
 
-TRY = """
-  bitgraft compress finetuned.safetensors --backbone resnet50 --task flowers
-  bitgraft compress finetuned.pth --task flowers --classes names.txt --eval photos
-  bitgraft compress other-store/flowers --task flowers --option per=channel
-  bitgraft compress finetuned.pth --task flowers --calibrate photos --masks"""
 FINETUNED = "A file of plain weights, a task file, or STORE/TASK."
 BACKBONE = "What was fine-tuned, named as for `bitgraft train`; once per store."
 CLASSES = "One name per line, or rose,tulip,...; in the order of the outputs."
@@ -22,6 +18,11 @@ CALIBRATE = "Train k and norm layers to give the copy's scores, and measure accu
 RATE = "Rates of calibration: scores, k, k1, norms; repeatable."
 
 
+@command("""
+  bitgraft compress finetuned.safetensors --backbone resnet50 --task flowers
+  bitgraft compress finetuned.pth --task flowers --classes names.txt --eval photos
+  bitgraft compress other-store/flowers --task flowers --option per=channel
+  bitgraft compress finetuned.pth --task flowers --calibrate photos --masks""")
 def compress(
     finetuned: Annotated[str, Argument(metavar="FINETUNED", help=FINETUNED, show_default=False)],
     task: Annotated[str, Option(metavar="NAME", help="What to call the task.")],
@@ -105,8 +106,8 @@ def _names(given: str | None) -> list[str] | None:
 class _Distance(Callback):
     """How far the task's scores are from the copy's, a line for each epoch."""
 
-    def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
-        self.epochs = epochs
+    def begin(self, plan: Plan) -> None:
+        self.epochs = plan.epochs
 
     def epoch(self, record: dict[str, Any]) -> None:
         print(f"epoch {record['epoch']}/{self.epochs}  distance {record['train_loss']:.4f}", flush=True)

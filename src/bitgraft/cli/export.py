@@ -6,20 +6,21 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from typer import Option
 
+from bitgraft.cli.app import command
 from bitgraft.cli.options import STORE, AllTasks, AsJson, Overwrite, StoreFolder, TaskNames, chosen_tasks, network_with
 from bitgraft.cli.output import megabytes, show
 
 if TYPE_CHECKING:
     from bitgraft.network import Network
 
-TRY = """
-  bitgraft export --task flowers
-  bitgraft export --task flowers --format torch-export --output flowers.pt2
-  bitgraft export --all-tasks --format onnx --output all.onnx"""
 Format = Literal["state-dict", "torch-export", "onnx"]
 ENDINGS = {"state-dict": "-weights.safetensors", "torch-export": ".pt2", "onnx": ".onnx"}
 
 
+@command("""
+  bitgraft export --task flowers
+  bitgraft export --task flowers --format torch-export --output flowers.pt2
+  bitgraft export --all-tasks --format onnx --output all.onnx""")
 def export(
     task: TaskNames = None,
     all_tasks: AllTasks = False,

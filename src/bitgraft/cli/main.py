@@ -1,50 +1,22 @@
-"""`bitgraft`: the commands, and what happens when one goes wrong."""
+"""`bitgraft`: all commands, and what happens when one goes wrong."""
 
 import os
 import sys
 import time
 from importlib import import_module
-from typing import Annotated
 
 import typer
 
-from bitgraft import __version__
-from bitgraft.cli import data
+from bitgraft.cli.app import app
 from bitgraft.cli.output import FAILURE, INTERRUPTED, USAGE
 from bitgraft.errors import BitgraftError, UnknownBackboneError
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # of the click inside typer, or of the one beside it
 LINGER = 5.0  # seconds
-COMMANDS = """train evaluate predict tasks export compress push pull demo
-              anatomy inspect params methods bench score serve report"""
-"""In the order of the help. The module of each has a function of its name, and TRY, the lines to paste."""
+MODULES = "train predict tasks export compress sharing serve backbone paper"  # in the order of the help
 
-app = typer.Typer(
-    name="bitgraft",
-    help="New tasks for one pretrained network, about one bit per weight each, with no forgetting.",
-    epilog="\b\nTry:\n  bitgraft train photos --task flowers --backbone resnet50\n  bitgraft tasks\n  bitgraft demo",
-    rich_markup_mode=None,  # help that pastes well and reads the same through a pipe
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-@app.callback(invoke_without_command=True)
-def options(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
-) -> None:
-    if version:
-        typer.echo(f"bitgraft {__version__}")
-        raise typer.Exit
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-
-
-for name in COMMANDS.split():
-    module = import_module(f"bitgraft.cli.{name}")
-    app.command("eval" if name == "evaluate" else name, epilog="\b\nTry:" + module.TRY)(getattr(module, name))
-app.add_typer(data.app, name="data")
+for name in MODULES.split():
+    import_module(f"bitgraft.cli.{name}")
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 """Options that several commands have, and how their values are read."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from bitgraft.store import Backbone
 
 STORE = "bitgraft-store"
+EngineName = Literal["auto", "torch", "onnxruntime"]
 
 
 def complete_tasks(context: typer.Context, incomplete: str) -> list[str]:
@@ -35,8 +36,10 @@ Head = Annotated[str | None, Option(metavar="LAYER", help="The layer that a task
 Batch = Annotated[int | None, Option(min=1, help="Images per step, over all processes.")]
 Size = Annotated[int | None, Option(min=1, help="Pixels of a square input [the backbone's own].")]
 Resize = Annotated[int | None, Option(min=1, help="Pixels of the shorter side before the crop.")]
+Device = Annotated[str, Option(metavar="NAME", help="Where the network runs, as torch calls it: cpu, cuda, mps.")]
 Seed = Annotated[int | None, Option(min=0, help="Of everything that is random.")]
 MethodOptions = Annotated[list[str] | None, Option(metavar="NAME=VALUE", help="Of the method, as in k1=0; repeatable.")]
+Engine = Annotated[EngineName, Option(help="What runs the weights; auto is onnxruntime on a CPU where it pays.")]
 Suite = Annotated[str, Argument(metavar="SUITE", help="A built-in suite (`bitgraft bench --list`), or a .toml file.")]
 Root = Annotated[Path, Option(metavar="DIR", help="The folder of the data sets.")]
 
@@ -68,16 +71,24 @@ def chosen_tasks(store: str, asked: Sequence[str] | None, every: bool) -> list[s
     raise typer.BadParameter(f"give --task NAME or --all-tasks; the store has {', '.join(there)}")
 
 
-def network_with(store: str, names: Sequence[str]) -> "Network":
-    """The store's network with these tasks in it, in evaluation mode."""
+def network_with(store: str, names: Sequence[str], device: str = "cpu") -> "Network":
+    """The store's network with these tasks in it, in evaluation mode, on a device."""
     from bitgraft.store import Store
 
     opened = Store(store)
-    net = opened.network().eval()
+    net = _on(opened.network().eval(), device)
     for name in names:
         if name != net.original and name not in net.tasks:  # another task may have needed it
             opened.load(net, name)
     return net
+
+
+def _on(net: "Network", device: str) -> "Network":
+    try:
+        return net.to(device)
+    except (RuntimeError, AssertionError, NotImplementedError) as fault:  # no such device, or none here
+        reason = str(fault).partition("\n")[0].rstrip(".")
+        raise typer.BadParameter(f"--device {device} does not work here: {reason}") from fault
 
 
 def by_role(given: Sequence[str] | None, option: str) -> dict[str, float]:
@@ -99,13 +110,15 @@ def by_role(given: Sequence[str] | None, option: str) -> dict[str, float]:
     return values
 
 
-def method_options(method: str, given: Sequence[str] | None, preset: str = "") -> dict[str, Any]:
-    """NAME=VALUE pairs on top of the preset's own, checked against the method; values are JSON or plain words."""
+def method_options(
+    method: str, given: Sequence[str] | None, preset: str | None = None, filed: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """NAME=VALUE pairs on top of a file's and the preset's own, checked against the method; values may be JSON."""
     from bitgraft.errors import TaskError
     from bitgraft.methods import registry
-    from bitgraft.training.presets import preset_options
+    from bitgraft.methods.preset_options import OPTIONS, preset_options
 
-    options = preset_options(preset, method)
+    options = preset_options(preset if preset in OPTIONS else None, method) | dict(filed or {})
     for text in given or ():
         name, equals, value = text.partition("=")
         if not equals:

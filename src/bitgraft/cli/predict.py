@@ -1,44 +1,56 @@
-"""`bitgraft predict`: the answers of tasks in a store to images."""
+"""`bitgraft predict` and `eval`: the answers of tasks in a store to images, and how many of them are right."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
 
-from bitgraft.cli.options import STORE, AllTasks, AsJson, StoreFolder, TaskNames, chosen_tasks, network_with
+from bitgraft.cli import options as opt
+from bitgraft.cli.app import command
 from bitgraft.cli.output import FAILURE, percent, show, table
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bitgraft.data.images import Images
+    from bitgraft.data.preprocessing import Preprocessing
     from bitgraft.network import Network
 
-BATCH = 32
-TRY = """
+BATCH = 8  # images at a time: on a CPU more are no faster
+READERS = 2  # threads that decode images
+EVALUATE = """
+  bitgraft eval photos --task flowers
+  bitgraft eval photos --task flowers --split val --by-class --json"""
+
+
+@command("""
   bitgraft predict rose.jpg --task flowers
   bitgraft predict photos/ --all-tasks --top 1 --json
-  bitgraft predict rose.jpg --task original"""
-
-
+  bitgraft predict rose.jpg --task original""")
 def predict(
     images: Annotated[list[str], Argument(metavar="IMAGE", help="Image files, or folders of them.")],
-    task: TaskNames = None,
-    all_tasks: AllTasks = False,
-    store: StoreFolder = STORE,
+    task: opt.TaskNames = None,
+    all_tasks: opt.AllTasks = False,
+    store: opt.StoreFolder = opt.STORE,
     top: Annotated[int, Option(min=1, help="How many classes for each image.")] = 5,
-    as_json: AsJson = False,
+    device: opt.Device = "cpu",
+    engine: opt.Engine = "auto",
+    as_json: opt.AsJson = False,
 ) -> None:
     """Classify images with one task, several or all.
 
     The backbone's own task is `original`. A file that cannot be read is named, and the exit code is then 1.
     """
-    names = chosen_tasks(store, task, all_tasks)
+    names = opt.chosen_tasks(store, task, all_tasks)
     files, faults = _files(images)
-    net = network_with(store, names)
-    answers: dict[str, dict[str, Any]] = {path: {} for path in files}
+    net, answers = opt.network_with(store, names, device), {path: dict[str, Any]() for path in files}
     for name in names:
-        for path, best in _run(net, name, [path for path in files if path not in faults], top, faults):
+        for path, best in _run(net, name, [path for path in files if path not in faults], top, engine, faults):
             answers[path][name] = best
     answers = {path: by_task for path, by_task in answers.items() if path not in faults}
     good = [{"image": path, "tasks": by_task} for path, by_task in answers.items()]
@@ -64,26 +76,48 @@ def _files(given: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return list(dict.fromkeys(files)), faults
 
 
-def _run(net: "Network", name: str, files: Sequence[str], top: int, faults: dict[str, str]) -> Iterator[Any]:
+def _run(
+    net: "Network", name: str, files: Sequence[str], top: int, engine: opt.EngineName, faults: dict[str, str]
+) -> Iterator[Any]:
     """Each readable file with its likeliest classes; the others become faults."""
     import torch
 
+    from bitgraft.workflows.prediction import best, preprocessing_of, probabilities
+
+    scores = _scores(net, name, engine, len(files))
+    classes = None if name == net.original else net.tasks[name].classes
+    for read in _read(files, preprocessing_of(net, name), faults):
+        for path, row in zip(read, probabilities(scores(torch.stack(list(read.values())))), strict=True):
+            yield path, best(row, classes, top)
+
+
+def _scores(net: "Network", name: str, engine: opt.EngineName, images: int) -> "Callable[[Tensor], Tensor]":
+    from bitgraft.workflows.prediction import choose_engine
+
+    scores, reason = choose_engine(net, name, engine, images)
+    if reason:
+        print(f"note: {name} runs on PyTorch: {reason}", file=sys.stderr)
+    return scores
+
+
+def _read(files: Sequence[str], wanted: "Preprocessing", faults: dict[str, str]) -> "Iterator[dict[str, Tensor]]":
+    """Batches of readable files as the network takes them. The next batch is decoded while one is used."""
     from bitgraft.data.preprocessing import evaluation_tensor
     from bitgraft.errors import DataError
-    from bitgraft.serving.predictions import best, preprocessing_of, probabilities
 
-    preprocessing = preprocessing_of(net, name)
-    classes = None if name == net.original else net.tasks[name].classes
-    for start in range(0, len(files), BATCH):
-        read = {}
-        for path in files[start : start + BATCH]:
-            try:
-                read[path] = evaluation_tensor(Path(path), preprocessing)
-            except DataError as fault:
-                faults[path] = str(fault)
-        if read:
-            for path, scores in zip(read, probabilities(net, name, torch.stack(list(read.values()))), strict=True):
-                yield path, best(scores, classes, top)
+    with ThreadPoolExecutor(READERS) as readers:
+        waiting: list[tuple[str, Future[Tensor]]] = []
+        for start in range(0, len(files) + BATCH, BATCH):
+            before, new = waiting, files[start : start + BATCH]
+            waiting = [(path, readers.submit(evaluation_tensor, Path(path), wanted)) for path in new]
+            read = {}
+            for path, tensor in before:
+                try:
+                    read[path] = tensor.result()
+                except DataError as fault:
+                    faults[path] = str(fault)
+            if read:
+                yield read
 
 
 def _rows(answers: dict[str, dict[str, Any]]) -> list[tuple[str, str, str, str]]:
@@ -95,3 +129,60 @@ def _rows(answers: dict[str, dict[str, Any]]) -> list[tuple[str, str, str, str]]
                 head = (path if t == b == 0 else "", task if b == 0 else "")
                 rows.append((*head, answer["class"], percent(answer["probability"])))
     return rows
+
+
+@command(EVALUATE, name="eval")
+def evaluate(
+    data: Annotated[str, Argument(metavar="DATA", help="A data set, named as for `bitgraft train`.")],
+    task: opt.TaskName,
+    store: opt.StoreFolder = opt.STORE,
+    split: Annotated[Literal["train", "val", "test"], Option(help="Which of its images.")] = "test",
+    by_class: Annotated[bool, Option("--by-class", help="Also for each class.")] = False,
+    batch: Annotated[int, Option(min=1, help="Images at a time.")] = 128,
+    seed: Annotated[int, Option(min=0, help="The seed of training, if training split the data.")] = 0,
+    workers: opt.Workers = 0,
+    device: opt.Device = "cpu",
+    engine: opt.Engine = "auto",
+    as_json: opt.AsJson = False,
+) -> None:
+    """Measure a task's accuracy on labelled images.
+
+    Classes are matched by name; the data may have fewer than the task.
+    """
+    from bitgraft.data.splits import open_data
+    from bitgraft.store import Store
+    from bitgraft.workflows.train_task import labelled
+
+    classes = Store(store).archive(task).metadata.classes or ()
+    images = labelled(open_data(data, seed=seed), split, classes, f"task {task!r}")
+    net, total = opt.network_with(store, [task], device), Counter(images.labels)
+    right = _right(net, task, images, batch, workers, _scores(net, task, engine, len(images)))
+    rows: list[dict[str, Any]] = [
+        {"class": classes[label], "images": count, "correct": right[label], "accuracy": right[label] / count}
+        for label, count in sorted(total.items())
+    ]
+    correct, count, accuracy = right.total(), total.total(), right.total() / total.total()
+    report = {"data": data, "split": split, "task": task, "images": count, "correct": correct, "accuracy": accuracy}
+    said = f"{task} on {data}: {percent(accuracy)} ({correct:,} of {count:,} {split} images are right)"
+    if not by_class:
+        show(as_json, report, said)
+        return
+    cells = [(row["class"], row["images"], row["correct"], percent(row["accuracy"])) for row in rows]
+    show(as_json, report | {"by_class": rows}, said, table(["class", "images>", "right>", "accuracy>"], cells))
+
+
+def _right(
+    net: "Network", task: str, images: "Images", batch: int, workers: int, scores: "Callable[[Tensor], Tensor]"
+) -> "Counter[int]":
+    """How many images of each class the task gets right."""
+    from torch.utils.data import DataLoader
+
+    from bitgraft.data.dataset import ImageDataset
+    from bitgraft.workflows.prediction import preprocessing_of
+    from bitgraft.workflows.train_task import one_sentence
+
+    data, right = ImageDataset(images, preprocessing_of(net, task)), Counter[int]()
+    with one_sentence():
+        for pixels, labels in DataLoader(data, batch_size=batch, num_workers=workers):
+            right.update(labels[scores(pixels).argmax(1) == labels].tolist())
+    return right

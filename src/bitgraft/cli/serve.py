@@ -6,14 +6,14 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from bitgraft.cli.options import STORE, StoreFolder
+from bitgraft.cli.app import command
+from bitgraft.cli.options import STORE, Engine, StoreFolder
 
-TRY = """
+
+@command("""
   bitgraft serve --store my-store
   curl --data-binary @rose.jpg -H 'Content-Type: image/jpeg' localhost:8000/v1/predict/flowers
-  bitgraft serve --host 0.0.0.0 --workers 4 --memory-budget 1GB --api-key-file keys.txt"""
-
-
+  bitgraft serve --host 0.0.0.0 --workers 4 --memory-budget 1GB --api-key-file keys.txt""")
 def serve(
     context: typer.Context,
     store: StoreFolder = STORE,
@@ -30,7 +30,11 @@ def serve(
     patience: Annotated[float, Option(min=0.1, help="Seconds for a client to send a request.")] = 20.0,
     grace: Annotated[float, Option(min=0, help="Seconds to finish accepted requests at the end.")] = 30.0,
     poll: Annotated[float, Option(min=0.05, help="Seconds between checks for changed task files.")] = 1.0,
-    exact: Annotated[bool, Option("--exact/--fused", help="Run batches image by image, for exact answers.")] = True,
+    exact: Annotated[bool, Option("--exact", help="PyTorch, image by image: answers to the last bit.")] = False,
+    engine: Engine = "auto",
+    pin: Annotated[
+        list[str] | None, Option(metavar="TASK", help="A task to keep ready from the start; repeatable.")
+    ] = None,
     device: Annotated[str, Option(help="Where the network runs, as torch calls it.")] = "cpu",
     api_key_file: Annotated[Path | None, Option(metavar="FILE", help="API keys, one per line.")] = None,
     ray: Annotated[bool, Option("--ray", help="Deploy on Ray Serve, with --workers replicas.")] = False,
@@ -40,8 +44,7 @@ def serve(
     Task files that are added, replaced or removed are picked up without a restart.
     """
     try:
-        from pydantic import ValidationError
-
+        from bitgraft.errors import ServingError, how_to_install
         from bitgraft.serving.access import read_keys
         from bitgraft.serving.settings import Settings
 
@@ -51,12 +54,11 @@ def serve(
             from bitgraft.serving.supervisor import serve as run
     except ImportError as missing:
         extra = "ray" if ray else "serve"
-        raise typer.BadParameter(f"{missing.name} is not installed: pip install 'bitgraft[{extra}]'") from missing
+        raise typer.BadParameter(f"{missing.name} is not installed: {how_to_install(extra)}") from missing
     keys = read_keys(api_key_file) if api_key_file else ()
     try:
-        settings = Settings(**context.params, keys=keys)  # the options have the settings' names
-    except ValidationError as problem:
-        fault = problem.errors()[0]
-        option = str(fault["loc"][0]).replace("_", "-")
-        raise typer.BadParameter(f"--{option} {fault['input']}: give a size, as in 2GB, 500MB or 1GiB") from problem
+        settings = Settings(**{**context.params, "pin": pin or ()}, keys=keys)  # the options have the settings' names
+    except ServingError as fault:
+        name, _, problem = str(fault).partition(" ")
+        raise typer.BadParameter(f"--{name.replace('_', '-')} {problem}") from fault
     raise typer.Exit(run(settings))

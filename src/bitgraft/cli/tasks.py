@@ -1,15 +1,28 @@
-"""`bitgraft tasks`: what is in a store."""
+"""`bitgraft tasks` and `inspect`: what is in a store, and in a task file."""
 
-from typing import Any
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
 
+import typer
+from typer import Argument, Option
+
+from bitgraft.cli.app import command
 from bitgraft.cli.options import STORE, AsJson, StoreFolder
 from bitgraft.cli.output import megabytes, percent, show, table
 
-TRY = """
+HEADS = {
+    "classes": "a classifier in place of the backbone's",
+    "linear": "a linear layer after the backbone",
+    "module": "a module of the user's",
+    "keep": "the backbone's own",
+    "none": "none: the task gives features",
+}
+
+
+@command("""
   bitgraft tasks
-  bitgraft tasks --store my-store --json"""
-
-
+  bitgraft tasks --store my-store --json""")
 def tasks(store: StoreFolder = STORE, as_json: AsJson = False) -> None:
     """List the tasks of a store and their sizes.
 
@@ -42,23 +55,18 @@ def tasks(store: StoreFolder = STORE, as_json: AsJson = False) -> None:
         "total_bytes": whole + together,
         "separate_bytes": whole * (1 + len(rows)),
     }
-    show(as_json, report, *_parts(report, rows))
-
-
-def _parts(report: dict[str, Any], rows: list[dict[str, Any]]) -> list[Any]:
     files = "1 task file" if len(rows) == 1 else f"{len(rows)} task files"
-    parts: list[Any] = [f"{report['store']}: {files} for {report['backbone']}"]
-    if not rows:
-        return parts
-    parts.append(table(["task", "method", "classes>", "accuracy>", "size>", "bits per weight>"], map(_cells, rows)))
-    if broken := [f"{row['name']} is broken: {row['error']}" for row in rows if "error" in row]:
-        parts.append("\n".join(broken))
-    whole, total, separate = (megabytes(report[f"{name}_bytes"]) for name in ("backbone", "total", "separate"))
-    parts.append(
-        f"The backbone ({whole}) and {files} take {total}; {len(rows) + 1} separate networks, including the "
-        f"backbone's own, would take {separate}."
-    )
-    return parts
+    parts: list[Any] = [f"{store}: {files} for {opened.backbone.name}"]
+    if rows:
+        parts.append(table(["task", "method", "classes>", "accuracy>", "size>", "bits per weight>"], map(_cells, rows)))
+        if broken := [f"{row['name']} is broken: {row['error']}" for row in rows if "error" in row]:
+            parts.append("\n".join(broken))
+        shared, separate = megabytes(whole + together), megabytes(whole * (1 + len(rows)))
+        parts.append(
+            f"The backbone ({megabytes(whole)}) and {files} take {shared}; {len(rows) + 1} separate networks, "
+            f"including the backbone's own, would take {separate}."
+        )
+    show(as_json, report, *parts)
 
 
 def _cells(row: dict[str, Any]) -> list[Any]:
@@ -67,3 +75,95 @@ def _cells(row: dict[str, Any]) -> list[Any]:
     accuracy = "" if row["accuracy"] is None else f"{row['measured_on']} {percent(row['accuracy'])}"
     bits = f"{row['bits_per_weight']:.2f}"
     return [row["name"], row["method"], row["classes"], accuracy, megabytes(row["bytes"]), bits]
+
+
+@command("""
+  bitgraft inspect flowers.safetensors
+  bitgraft inspect bitgraft-store/*.safetensors --figure masks.png""")
+def inspect(
+    files: Annotated[list[str], Argument(metavar="FILE", help="Task files. Their backbones are not needed.")],
+    as_json: AsJson = False,
+    figure: Annotated[str | None, Option(metavar="OUT", help="Draw into this .png, .svg or .pdf instead.")] = None,
+) -> None:
+    """Show what is in task files.
+
+    The method, classes and size of a task, bits per weight, and the share of ones and k of each layer. The figure is
+    the paper's last one: ones by depth of layer, and k1, k2 and k3; several tasks and backbones side by side.
+    """
+    from bitgraft.errors import FigureError
+    from bitgraft.format.inspect import inspect_file
+
+    if figure is not None:
+        from bitgraft.paper.figures import check_path, parameter_analysis, save
+        from bitgraft.store import Store
+
+        try:
+            check_path(figure)
+        except FigureError as error:
+            raise typer.BadParameter(str(error), param_hint="--figure") from error
+    found = [inspect_file(file) for file in files]
+    if figure is not None:
+        stores = [Store(folder) for folder in {Path(file).parent for file in files} if Store.exists(folder)]
+        save(parameter_analysis(found, {store.fingerprint: store.backbone.name for store in stores}), figure)
+    plain = [task.plain() for task in found]
+    parts: list[Any] = [] if figure is None else [f"wrote {figure}"]
+    for task in plain if figure is None else ():
+        parts.append(table(["task", task["name"]], [(fact, value) for fact, value in _facts(task) if value]))
+        if task["layers"]:
+            parts += [_layers(task["layers"]), "Layers are listed in the order in which data reaches them."]
+    show(as_json, plain if len(plain) > 1 else plain[0], *parts)
+
+
+def _facts(task: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "method", task["method"]
+    yield "options", _pairs(task["options"])
+    yield "head", HEADS[task["head"]]
+    yield "classes", _classes(task["classes"])
+    yield "preprocessing", _pairs(task["preprocessing"])
+    records = {name: record for name, record in task["metrics"].items() if isinstance(record, Mapping)}
+    yield "metrics", _pairs({k: v for k, v in task["metrics"].items() if k not in records and v is not None})
+    for name, record in records.items():  # last, best, test
+        yield f"metrics, {name}", _pairs(record)
+    yield "backbone fingerprint", task["backbone"]
+    yield "builds on", ", ".join(task["leans_on"])
+    by_kind = ", ".join(f"{kind} {megabytes(size)}" for kind, size in task["bytes"].items() if size)
+    yield "size", f"{megabytes(task['size'])}: {by_kind}"
+    if task["weights"]:
+        yield "weights under masks", f"{task['weights']:,}"
+        yield "bits per weight", f"{task['bits_per_weight']:.3f}, without the head"
+        yield "share of ones", f"{task['density']:.3f}"
+
+
+def _layers(layers: list[dict[str, Any]]) -> Any:
+    """Without the columns that are empty for this method."""
+    masks, values = (any(layer[name] for layer in layers) for name in ("weights", "values"))
+    ks = [k for k in ("k0", "k1", "k2", "k3") if any(k in layer for layer in layers)]
+    rows: list[list[Any]] = []
+    for layer in layers:
+        share = "" if layer["density"] is None else f"{layer['density']:.3f}"
+        k = [_k(**layer[k]) if k in layer else "" for k in ks]
+        rows.append([layer["name"], *[layer["weights"], share] * masks, *k, *[layer["values"]] * values])
+    heads = ["layer", *["weights>", "ones>"] * masks, *[f"{k}>" for k in ks], *["values>"] * values]
+    return table(heads, rows)
+
+
+def _k(mean: float, low: float, high: float) -> str:
+    return f"{mean:.4g}" if low == high else f"{mean:.3g} ({low:.3g} to {high:.3g})"
+
+
+def _classes(classes: list[str] | None) -> str:
+    if classes is None:
+        return ""
+    if classes == [str(number) for number in range(len(classes))]:
+        return f"{len(classes)}, without names"
+    return f"{len(classes)}: {', '.join(classes[:8])}{', ...' if len(classes) > 8 else ''}"
+
+
+def _pairs(values: Any) -> str:
+    return ", ".join(f"{key}={_short(value)}" for key, value in values.items())
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_short, value))}]"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

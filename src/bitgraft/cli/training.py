@@ -16,12 +16,11 @@ from rich.console import Console
 from bitgraft.cli.options import STORE
 from bitgraft.cli.output import INTERRUPTED, megabytes, percent, show
 from bitgraft.cli.output import console as make_console
-from bitgraft.errors import BitgraftError, TrainingError
+from bitgraft.errors import BitgraftError, StoppedError, TrainingError
 from bitgraft.methods import registry
 from bitgraft.store import Backbone, Store
 from bitgraft.training import runs
-from bitgraft.training.callbacks import Callback, TensorBoard
-from bitgraft.training.loop import StoppedError
+from bitgraft.training.callbacks import Callback, Plan, TensorBoard
 from bitgraft.training.progress import Progress
 from bitgraft.workflows import train_jointly as jointly
 from bitgraft.workflows.train_task import Request, TrainData, TrainResult, check_free, open_request, open_store, train
@@ -129,6 +128,8 @@ def _report(console: Console, store: Store, run_folder: Path, results: list[Trai
         return
     for result in results:
         of = "" if len(results) == 1 else f" of {result.task.name}"
+        if said := _kept(result):
+            console.print(said)
         if result.test is not None:
             console.print(f"test accuracy{of} {percent(result.test['accuracy'])}")
     whole = megabytes(4 * store.size.parameters)
@@ -137,6 +138,20 @@ def _report(console: Console, store: Store, run_folder: Path, results: list[Trai
         console.print(f"wrote {result.path}, {size} (a copy of the network is {whole})")
     where = "" if store.folder == Path(STORE) else f" --store {store.folder}"
     console.print(f"next: bitgraft predict IMAGE --task {results[0].task.name}{where}")
+
+
+def _kept(result: TrainResult) -> str | None:
+    """Which epoch the task was kept as, if that is not the last."""
+    best, last = result.best, result.history[-1]
+    if result.task.metrics["kept"] != "best" or best is None or best["epoch"] == last["epoch"]:
+        return None
+    better = f"{percent(best['val_accuracy'])} on validation, {percent(last['val_accuracy'])} at the end"
+    if best["epoch"] == 0:
+        return (
+            f"kept the linear probe that training started from ({better}): train for longer (--steps), with lower "
+            "rates (--rate), or on more images"
+        )
+    return f"kept epoch {best['epoch']} of {last['epoch']} ({better}): lower rates (--rate) may do better"
 
 
 class Interrupts(Callback):
@@ -180,8 +195,8 @@ class Interrupts(Callback):
         asked = torch.tensor(float(self.asked), device=self.accelerator.device)
         return bool(self.accelerator.reduce(asked, "sum"))
 
-    def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
-        self.running, self._every = True, max(1, min(SELDOM, steps_per_epoch // 50))
+    def begin(self, plan: Plan) -> None:
+        self.running, self._every = True, max(1, min(SELDOM, plan.steps_per_epoch // 50))
 
     def end(self) -> None:
         self.running = False

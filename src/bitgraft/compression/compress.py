@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitgraft.backbone.weight_files import COUNTER
+from bitgraft.backbone.layers import COUNTER
 from bitgraft.compression.distil import CALIBRATION, calibrate
 from bitgraft.compression.nearest import balancing_flips, nearest
 from bitgraft.compression.source import Classes, Finetuned, opened, values
@@ -19,7 +19,7 @@ from bitgraft.network import Network
 from bitgraft.task import Task
 from bitgraft.training.callbacks import Callback
 from bitgraft.training.config import Config
-from bitgraft.training.evaluation import score
+from bitgraft.training.evaluation import evaluate
 from bitgraft.transforms.masked import Masked
 
 METHOD = "full"
@@ -89,7 +89,7 @@ def compress(
 
         def measure(what: str, task: str) -> None:
             if test is not None:
-                made.accuracy[what] = score(net, task, test, workers=workers)["accuracy"]
+                made.accuracy[what] = evaluate(net, task, test, workers=workers)["accuracy"]
 
         try:
             measure("finetuned", copy.name)
@@ -119,6 +119,7 @@ def _in_closed_form(
         name,
         classes if classes is not None else metadata.classes,
         METHOD,
+        preset=None,
         head=head,
         preprocessing=metadata.preprocessing,
         **_with_own(net, target, {"k0": "learn", **options}),

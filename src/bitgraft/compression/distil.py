@@ -15,15 +15,16 @@ from bitgraft.training.config import ROLES, Config
 from bitgraft.training.learner import Loss
 from bitgraft.training.loader import to_device
 from bitgraft.training.loop import fit
+from bitgraft.training.presets import PAPER
 
-CALIBRATION = Config(
+CALIBRATION = PAPER.changed(
     steps=100,
     rates={"scores": 1e-4, "k": 3e-4, "k1": 3e-5, "norms": 1e-3, "weights": 1e-4, "head": 0.0},
     optimizers=dict.fromkeys(ROLES, "adam"),
     eps=1e-12,
     schedule="cosine",
     drop_after=None,
-    warmup=0.5,
+    warmup=0.1,
     statistics="kept",
 )
 """Everything is near its goal already: small rates, and norm layers keep the copy's statistics."""
@@ -47,7 +48,8 @@ def calibrate(
         parameter.requires_grad_(role != "head" and (masks or role != "scores"))
     try:
         data, loss = Unlabelled(images), soft_targets(net, teacher)
-        return fit(net, name, data, config=config, loss=loss, callbacks=callbacks, workers=workers).history
+        result = fit(net, name, data, None, config, loss=loss, callbacks=callbacks, workers=workers, progress=False)
+        return result.history
     finally:
         for _, parameter in learned:
             parameter.requires_grad_(True)

@@ -20,7 +20,7 @@ from bitgraft.transforms.masked import START
 TRIAL, MOST = 3, 30  # iterations from each start, and from the best of them
 TOLERANCE = 1e-4  # an iteration that gains less than this share of the distance is the last
 SINGULAR = 1e-10  # eigenvalues below this share count as 0: k is kept in float32, where such terms would not cancel
-BLOCK = 1 << 16  # elements at a time, so that float64 arrays stay in the processor's cache: seven times as fast
+BLOCK = 1 << 16  # elements at a time: float64 arrays stay in the cache, and a large layer takes little memory
 ROWS_BLOCK = 1 << 20  # elements at a time where whole rows are sorted
 BALANCE = 1.0
 """The weight of a filter's squared summed error beside the sum of its squared errors: right for inputs whose mean is as

@@ -50,21 +50,14 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         self.augmentation = augmentation or Augmentation(flip=False, crop="none")
         self._epoch = _shared(torch.zeros((), dtype=torch.int64))  # so that persistent workers see it change
         shape = (preprocessing.channels, *preprocessing.frame)
-        rows = (
-            0
-            if self.augmentation.crop == "random-resized"
-            else min(len(images), cache_room(cache_bytes) // prod(shape))
-        )
+        room = 0 if self.augmentation.crop == "random-resized" else cache_room(cache_bytes)  # memory is taken at once
+        rows = min(len(images), room // prod(shape))
         self._cache = _shared(torch.empty((rows, *shape), dtype=torch.uint8))
         self._cached = _shared(torch.zeros(rows, dtype=torch.bool))
 
     @property
     def labels(self) -> tuple[int, ...]:
         return self.images.labels
-
-    @property
-    def epoch(self) -> int:
-        return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Call before each pass over a loader; its workers see it too."""
@@ -89,7 +82,7 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         if any(not -len(self) <= index < len(self) for index in indices):
             raise IndexError(f"items {list(indices)} of a data set of {len(self)} images")
         indices = [int(index) % len(self) for index in indices]
-        uniform = seeded_uniform(self.seed, self.epoch, indices, _NUMBERS[self.augmentation.crop]).tolist()
+        uniform = seeded_uniform(self.seed, int(self._epoch), indices, _NUMBERS[self.augmentation.crop]).tolist()
         pixels = np.stack([self._augmented(*pair) for pair in zip(indices, uniform, strict=True)])  # (B, C, H, W)
         tensors = normalize(torch.from_numpy(pixels), self.preprocessing)
         return [(tensor, self.labels[index]) for tensor, index in zip(tensors, indices, strict=True)]

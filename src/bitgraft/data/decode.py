@@ -94,7 +94,12 @@ def _reason(problem: Exception) -> str:
 
 def _channels_last(images: Tensor | NDArray[Any]) -> NDArray[Any]:
     """(N, H, W) or (N, H, W, C). Where both layouts fit, numpy means NHWC and torch NCHW."""
-    array = images.detach().cpu().numpy() if isinstance(images, Tensor) else np.asarray(images)
+    if isinstance(images, Tensor):
+        array = (images.float() if images.dtype == torch.bfloat16 else images).detach().cpu().numpy()
+    else:
+        array = np.asarray(images)
+    if array.dtype.name == "bfloat16":  # of ml_dtypes; numpy has none of its own, nor kind "f" for it
+        array = array.astype(np.float32)
     if array.dtype == object:
         raise DataError("the images differ in size, so they are not one array: save them as files or pass a Dataset")
     first, last = (array.ndim == 4 and array.shape[place] in (1, 3, 4) for place in (1, -1))

@@ -15,6 +15,12 @@ VALIDATION = ("val", "valid", "validation")
 def open_folder(root: Path) -> Splits:
     """The splits that the folder has; all images are for training where it has none."""
     parts = {name.lower(): root / name for name in _subfolders(root)}
+    if parts and parts.keys() <= {*VALIDATION, "test"}:
+        found = " and ".join(f"{name}/" for name in parts)
+        raise DataError(
+            f"{root} has {found} but no train/: put the images to train on into {root / 'train'}, one subfolder per "
+            f"class, or name {next(iter(parts.values()))} itself as the data set"
+        )
     classes, train = read_folder(parts.get("train", root))
     if "train" not in parts:
         return Splits(name=root.name, classes=classes, train=train)

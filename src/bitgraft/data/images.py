@@ -1,5 +1,6 @@
 """A data set before any image is opened: files or arrays, labels, classes, splits."""
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from bitgraft.data.seeded import check_shares, stratified_split
 from bitgraft.errors import DataError
 
 UNLABELLED = -1
+FEW = 5  # images of a class, below which people are warned
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +116,15 @@ class Splits:
             if missing := [name for label, name in enumerate(self.classes) if label not in present]:
                 count = f"{len(missing)} of {len(self.classes)} classes"
                 found.append(f"{count} have no {part} image, so {meaning}: {few(missing)}")
+        counts = Counter(self.train.labels)
+        if small := [name for label, name in enumerate(self.classes) if 0 < counts[label] < FEW]:
+            count = f"{len(small)} of {len(self.classes)} classes"
+            found.append(f"{count} have fewer than {FEW} training images, too few to learn them well: {few(small)}")
+        if self.val and len(self.val) < 2 * len(self.classes):
+            found.append(
+                f"there are only {len(self.val)} validation images for {len(self.classes)} classes, so the accuracy on "
+                "them says little, and which epoch is kept is a matter of chance"
+            )
         return tuple(found)
 
 

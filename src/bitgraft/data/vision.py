@@ -46,18 +46,20 @@ def open_torchvision(name: str, *, root: Path, download: bool) -> Splits:
     train, *others = (_first(name, make, [options | choice for choice in choices]) for choices in wanted)
     if train is None:
         raise DataError(f"torchvision:{name} has no split train or trainval: open it from Python instead")
-    images = read_dataset(train, name)
-    val, test = (None if part is None else read_dataset(part, name) for part in others)
+    images = read_dataset(train, f"torchvision:{name}")
+    val, test = (None if part is None else read_dataset(part, f"torchvision:{name}") for part in others)
     count = 1 + max(max(part.labels) for part in (images, val, test) if part is not None)
     flip = name.lower() not in UNFLIPPED
     return Splits(name=name, classes=_classes(train, count), train=images, val=val, test=test, flip=flip)
 
 
 def read_dataset(dataset: Any, name: str) -> Images:
-    """Its files if it shows them, and its labels; where it shows its labels, only the first image is decoded."""
+    """Its files if it shows them and changes nothing in them, and its labels; where it shows its labels, only the first
+    image is decoded."""
     if not len(dataset):
-        raise DataError(f"torchvision:{name} is empty")
-    files = next(_shown(dataset, "samples", "_samples", "_image_files", "_images"), None)
+        raise DataError(f"{name} is empty")
+    changes = any(getattr(dataset, name, None) is not None for name in ("transform", "transforms"))
+    files = None if changes else next(_shown(dataset, "samples", "_samples", "_image_files", "_images"), None)
     if files is not None and isinstance(files[0], tuple | list):  # pairs of a file and its label
         files = [pair[0] for pair in files]
     known = files is not None and all(isinstance(file, str | Path) for file in files) and Path(files[0]).is_file()
@@ -75,7 +77,7 @@ def _labels(dataset: Any, name: str) -> list[int]:
         return list(map(index, labels))
     except TypeError as problem:
         raise DataError(
-            f"torchvision:{name} gives {labels[0]!r} rather than a class: open it from Python instead"
+            f"{name} gives {labels[0]!r} rather than a class: give the number of one for each image"
         ) from problem
 
 

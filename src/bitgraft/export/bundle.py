@@ -15,12 +15,13 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
 
 from bitgraft import __version__
+from bitgraft.backbone.layers import COUNTER
 from bitgraft.backbone.tracing import logits, private_copy
-from bitgraft.backbone.weight_files import COUNTER
 from bitgraft.errors import ExportError
-from bitgraft.export.onnx_file import IMAGES, agree, convert, opened
-from bitgraft.export.plain import TRACED, Subject, program
+from bitgraft.export.onnx_file import agree, convert, opened
+from bitgraft.export.plain import TRACED, Subject
 from bitgraft.network import Network
+from bitgraft.runtime.onnx_graph import IMAGES, program
 from bitgraft.task import Task, dotless, dotted
 from bitgraft.transforms.base import Weight
 from bitgraft.transforms.bits import pack, packed_size

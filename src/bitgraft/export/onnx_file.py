@@ -1,6 +1,5 @@
 """One task as an ONNX file, checked in onnxruntime before it is written."""
 
-import importlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,10 +9,10 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from bitgraft.errors import ExportError
-from bitgraft.export.plain import TRACED, Subject, program
+from bitgraft.export.plain import TRACED, Subject
+from bitgraft.runtime.onnx_graph import IMAGES, LOGITS, need, program, to_onnx
 
 TOLERANCE = 1e-4
-IMAGES, LOGITS = "images", "logits"
 LARGEST = 2**31 - 1  # bytes in one protobuf file
 
 
@@ -28,17 +27,7 @@ def onnx_bytes(subject: Subject) -> bytes:
 
 def convert(traced: ExportedProgram, inputs: Iterable[str], header: Mapping[str, str]) -> bytes:
     """A traced network as one ONNX file with all its weights inside."""
-    onnx, _ = _need("onnx"), _need("onnxscript")
-    try:
-        made = torch.onnx.export(
-            traced, dynamo=True, input_names=list(inputs), output_names=[LOGITS], verbose=False, external_data=False
-        )
-    except Exception as cause:  # the exporter wraps whatever went wrong
-        raise ExportError(
-            f"torch.onnx cannot convert this network ({type(cause).__name__}: "
-            f"{str(cause).strip().partition(chr(10))[0]}); try --format torch-export"
-        ) from cause
-    assert made is not None
+    onnx, made = need("onnx"), to_onnx(traced, inputs)
     model = made.model_proto
     _tidy(model.graph)
     onnx.helper.set_model_props(model, dict(header))
@@ -63,7 +52,7 @@ def _tidy(graph: Any) -> None:
 
 def opened(data: bytes) -> Any:
     """An onnxruntime session for a file's bytes."""
-    runtime = _need("onnxruntime")
+    runtime = need("onnxruntime")
     options = runtime.SessionOptions()
     options.log_severity_level = 3  # errors alone, no remarks on weights that it moves
     options.intra_op_num_threads = torch.get_num_threads()
@@ -82,12 +71,3 @@ def agree(session: Any, inputs: Mapping[str, Tensor], expected: Tensor, what: st
             f"{TOLERANCE:g}, so no file was written; try --format torch-export, which is exact"
         )
     return difference
-
-
-def _need(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as cause:
-        raise ExportError(
-            f"ONNX files need {module}, which cannot be imported ({cause}): pip install 'bitgraft[onnx]'"
-        ) from cause

@@ -9,13 +9,13 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
 
 from bitgraft import __version__
 from bitgraft.backbone.tracing import logits
 from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.errors import ExportError
 from bitgraft.network import Network
+from bitgraft.runtime.onnx_graph import program, scores_module
 from bitgraft.task import Metadata
 
 TRACED = 2  # the batch size that tracing sees
@@ -39,10 +39,7 @@ class Subject:
 
     def module(self) -> nn.Module:
         """An ordinary module that returns a tensor of scores."""
-        plain = self.net.export(self.name)
-        with torch.no_grad():
-            output = plain(self.images(1))
-        return plain if isinstance(output, Tensor) else _Scores(plain).eval()
+        return scores_module(self.net.export(self.name), self.images(1))
 
     def images(self, count: int) -> Tensor:
         """Noise of the task's input size, the same each time."""
@@ -77,17 +74,6 @@ class Subject:
         return {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in plain.items()}
 
 
-class _Scores(nn.Module):
-    """The tensor of scores in what a module returns (transformers wrap it)."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, images: Tensor) -> Tensor:
-        return logits(self.inner(images))
-
-
 def weights(subject: Subject) -> dict[str, Tensor]:
     """The state dict of the backbone's own class with the task in it, each tensor with memory of its own."""
     state = subject.net.export(subject.name).state_dict()
@@ -101,19 +87,6 @@ def weights_bytes(state: Mapping[str, Tensor], header: Mapping[str, str], *, pic
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
     return buffer.getvalue()
-
-
-def program(module: nn.Module, *examples: Tensor) -> ExportedProgram:
-    """The module traced for batches of any size; the first input is the batch."""
-    shapes = ({0: Dim("batch", min=1)}, *(None for _ in examples[1:]))
-    try:
-        with torch.no_grad():
-            return torch.export.export(module, examples, dynamic_shapes=shapes, strict=False)
-    except Exception as cause:  # tracing a network can raise nearly anything
-        raise ExportError(
-            f"torch.export cannot follow {type(module).__name__} for batches of any size "
-            f"({type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}); plain weights can be exported still"
-        ) from cause
 
 
 def program_bytes(subject: Subject) -> bytes:

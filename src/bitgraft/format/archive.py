@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from bitgraft.backbone.files import aligned_room, read_whole, write_atomically
+from bitgraft.backbone.layers import COUNTER
 from bitgraft.errors import CorruptError, TaskError
-from bitgraft.format import container, entropy_coding
+from bitgraft.format import compact, container, entropy_coding
 from bitgraft.format.metadata import Shapes, read_metadata, read_shapes, write_metadata
 from bitgraft.task import Metadata, Task, check_name
 from bitgraft.transforms.bits import packed_size
@@ -22,7 +23,6 @@ from bitgraft.transforms.bits import packed_size
 HEAD = "head:"  # keys of a head module's own tensors; those of the backbone's last layer keep its names
 PACKED = {"mask", "free"}  # parts that hold eight weights' bits to a byte; all others are float32
 CODED = ".rans"  # behind the name of a packed part that is stored in fewer bytes, see `bitgraft.format.entropy_coding`
-COUNTER = "num_batches_tracked"  # counts training steps; no output depends on it, so no file holds it
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,10 @@ class Archive:
     """The weights that the task transforms, in the order in which data reaches them, with their shapes."""
     metrics: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
+    format: int = 1
+    """2 for a task that is compact: its small tensors take few bytes."""
+    sizes: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """The bytes that each key takes in the file that this was read from."""
 
     def parts(self) -> dict[str, dict[str, Tensor]]:
         """The tensors of each transform, by the name of the weight that it takes."""
@@ -59,12 +63,9 @@ class Archive:
 
 def pack_task(task: Task, backbone: str) -> Archive:
     """A task as its file holds it."""
-    transforms = task.transforms
-    if odd := [name for name in [*task.owned, *transforms] if ":" in name or f"{name}:" == HEAD]:
-        raise TaskError(
-            f"task {task.name!r} cannot be saved: the backbone's name {odd[0]!r} has a colon in it, or is 'head'"
-        )
-    tensors = task.stored()
+    transforms, tensors = task.transforms, task.stored()
+    if odd := [name for name in [*tensors, *transforms] if ":" in name or f"{name}:" == HEAD]:
+        raise TaskError(f"task {task.name!r} cannot be saved: the backbone's name {odd[0]!r} has a colon, or is 'head'")
     for weight, transform in transforms.items():
         tensors |= {f"{weight}:{part}": tensor for part, tensor in transform.parts().items()}
     tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(COUNTER)}
@@ -77,6 +78,7 @@ def pack_task(task: Task, backbone: str) -> Archive:
         shapes={name: tuple(task.anatomy.tensor(name).shape) for name in transforms},
         metrics=task.metrics,
         tensors={key: _at_rest(key, tensor) for key, tensor in tensors.items()},
+        format=2 if task.is_compact else 1,
     )
 
 
@@ -91,10 +93,13 @@ def from_bytes(data: bytes | memoryview, source: str = "the task file") -> Archi
         given, data = data, aligned_room(len(data))
         data[:] = given
     about, tensors = container.decode(data, source)
+    sizes = {key: tensor.nbytes for key, tensor in tensors.items()}
     metadata, shapes = read_metadata(about, source), read_shapes(about, source)
+    if about["format"] > 1:
+        tensors = compact.unpack(tensors, about, shapes, source)
     tensors = _decoded(tensors, shapes, source)
     head_layer = tuple(layer) if isinstance(layer := about["head_layer"], list) else layer
-    read = Archive(metadata, about["backbone"], head_layer, shapes, about["metrics"], tensors)
+    read = Archive(metadata, about["backbone"], head_layer, shapes, about["metrics"], tensors, about["format"], sizes)
     _check_parts(read, source)
     return read
 
@@ -102,7 +107,7 @@ def from_bytes(data: bytes | memoryview, source: str = "the task file") -> Archi
 def save(archive: Archive, path: str | Path, *, coded: bool = False) -> None:
     """Write the file whole or not at all: a killed save leaves the old file or none. Its values must be finite."""
     for key, tensor in archive.tensors.items():
-        if tensor.is_floating_point() and not np.isfinite(tensor.numpy()).all():
+        if not _is_finite(tensor):
             raise TaskError(
                 f"task {archive.metadata.name!r} is not saved: {key!r} has a NaN or an infinite value; "
                 "train it again, at lower rates if it diverged"
@@ -143,7 +148,11 @@ def _pieces(archive: Archive, coded: bool) -> list[bytes | memoryview]:
         "shapes": dict(archive.shapes),
         "metrics": dict(archive.metrics),
     }
-    return container.encode(_coded(archive.tensors) if coded else archive.tensors, about)
+    tensors = _coded(archive.tensors) if coded else archive.tensors
+    if archive.format > 1:
+        tensors, packed = compact.pack(tensors, archive.shapes)
+        about |= packed
+    return container.encode(tensors, about, archive.format)
 
 
 def _is_packed(key: str) -> bool:
@@ -195,6 +204,14 @@ def stored_dtype(tensor: Tensor) -> torch.dtype:
     """Floats are kept in float32, which holds every narrower one exactly."""
     narrow = tensor.is_floating_point() and tensor.dtype != torch.float64
     return torch.float32 if narrow else tensor.dtype
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """A sum of squares is quick, and finite where every value is, unless some are as large as 1e19."""
+    if not tensor.is_floating_point():
+        return True
+    values = tensor.numpy()
+    return math.isfinite(np.vdot(values, values)) or bool(np.isfinite(values).all())
 
 
 def _at_rest(key: str, tensor: Tensor) -> Tensor:

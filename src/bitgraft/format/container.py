@@ -8,6 +8,7 @@ import math
 import re
 import struct
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from bitgraft.errors import CorruptError, NewerFormatError, TaskError
 
-FORMAT = 1  # what is written; everything up to it is read
+FORMAT = 2  # the newest; all up to it are read
 LINE = 64  # bytes
 DEPTH = 32  # how deep metadata may be nested
 HEADER_LIMIT = 100_000_000  # bytes; safetensors reads no longer one
@@ -31,20 +32,21 @@ DTYPES = {
     torch.int16: "I16",
     torch.int32: "I32",
     torch.int64: "I64",
+    torch.float16: "F16",
     torch.float32: "F32",
     torch.float64: "F64",
 }
-KINDS = {name: dtype for dtype, name in DTYPES.items()} | {"F16": torch.float16, "BF16": torch.bfloat16}  # to refuse
+KINDS = {name: dtype for dtype, name in DTYPES.items()} | {"BF16": torch.bfloat16}  # to refuse
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 """What reading JSON that may hold anything can raise."""
 
 
-def encode(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> list[bytes | memoryview]:
+def encode(tensors: Mapping[str, Tensor], about: Mapping[str, Any], format: int) -> list[bytes | memoryview]:
     """The file in pieces, which share memory with the tensors.
 
     The largest elements come first, and matrices before vectors, then names decide: so the head begins on a cache line.
     """
-    header: dict[str, Any] = {METADATA: {"bitgraft": _text({**about, "checksum": BLANK, "format": FORMAT})}}
+    header: dict[str, Any] = {METADATA: {"bitgraft": _text({**about, "checksum": BLANK, "format": format})}}
     order, start = sorted(tensors, key=lambda name: (-tensors[name].element_size(), tensors[name].dim() < 2, name)), 0
     for name in order:
         end = start + tensors[name].nbytes
@@ -72,7 +74,7 @@ def decode(data: memoryview, source: str) -> tuple[dict[str, Any], dict[str, Ten
         raise CorruptError(f"{source} states no format that bitgraft knows: it is damaged, or not a task file")
     if about["format"] > FORMAT:
         raise NewerFormatError(
-            f"{source} is of task format {about['format']}, this bitgraft reads up to {FORMAT}; install a newer one"
+            f"{source} is of task format {about['format']}, this reads up to {FORMAT}; install a newer bitgraft"
         )
     try:
         size = _check_layout(entries)
@@ -84,35 +86,32 @@ def decode(data: memoryview, source: str) -> tuple[dict[str, Any], dict[str, Ten
         raise CorruptError(f"{source} is not a valid safetensors file (there are bytes behind the last tensor)")
     if _digest(data) != about.get("checksum"):
         raise CorruptError(f"{source} does not match its checksum: it is damaged; get a fresh copy")
-    whole = torch.frombuffer(data, dtype=torch.uint8)[start:]
-    return about, {name: _tensor(whole, entry) for name, entry in entries.items()}
+    return about, {name: _tensor(data, start, entry) for name, entry in entries.items()}
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """A tensor's bytes in row-major order, without a copy where they are so already."""
-    return tensor.contiguous().numpy().reshape(-1).view("u1").data
+    """The memory of a contiguous tensor."""
+    return tensor.numpy().data
 
 
-def too_deep(value: Any, left: int = DEPTH) -> bool:
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return left == 0 or any(too_deep(inner, left - 1) for inner in inside)
+def too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEPTH):
+        nested = [inner for inner in level if isinstance(inner, dict | list | tuple)]
+        level = [inner for outer in nested for inner in (outer.values() if isinstance(outer, dict) else outer)]
+    return bool(level)
 
 
 def _text(about: Mapping[str, Any]) -> str:
     """Canonical JSON: sorted, so that the order in which metrics were noted does not show; ASCII, no spaces."""
     try:
-        text = ",".join(f'"{key}":{_canonical(value, key not in ORDERED)}' for key, value in sorted(about.items()))
         if too_deep(about):
             raise ValueError(f"it is nested deeper than {DEPTH}")
-        return f"{{{text}}}"
+        write = partial(json.dumps, separators=(",", ":"), allow_nan=False)
+        fields = (f'"{key}":{write(value, sort_keys=key not in ORDERED)}' for key, value in sorted(about.items()))
+        return f"{{{','.join(fields)}}}"
     except (TypeError, ValueError, RecursionError) as cause:
-        raise TaskError(
-            f"task {about['name']!r}: preprocessing and metrics must be plain JSON data ({cause})"
-        ) from cause
-
-
-def _canonical(value: Any, sort: bool) -> str:
-    return json.dumps(value, sort_keys=sort, separators=(",", ":"), allow_nan=False)
+        raise TaskError(f"task {about['name']!r}: preprocessing and metrics must be plain JSON ({cause})") from cause
 
 
 def _header(data: memoryview, source: str) -> tuple[dict[str, Any], dict[str, Any], int]:
@@ -121,9 +120,7 @@ def _header(data: memoryview, source: str) -> tuple[dict[str, Any], dict[str, An
         raise CorruptError(f"{source} is empty; get a fresh copy")
     (size,) = struct.unpack("<Q", bytes(data[:8]).ljust(8, b"\0"))
     if len(data) < 8 or size > min(len(data) - 8, HEADER_LIMIT):
-        raise CorruptError(
-            f"{source} is truncated, or not a task file: its header would take {size} of {len(data)} bytes"
-        )
+        raise CorruptError(f"{source} is truncated, or not a task file: header would take {size} of {len(data)} bytes")
     try:
         entries = _strict_json(str(data[8 : 8 + size], "utf-8"))
         metadata = entries.pop(METADATA, {})
@@ -170,17 +167,20 @@ def _check_layout(entries: Mapping[str, Any]) -> int:
     return reached
 
 
-def _tensor(whole: Tensor, entry: Mapping[str, Any]) -> Tensor:
+def _tensor(data: memoryview, start: int, entry: Mapping[str, Any]) -> Tensor:
     """A tensor in the memory that the file was read into, so that a resident task costs what its file takes.
 
     Float matrices begin on a cache line, as torch allocates them: a product's last bit depends on where they lie.
     """
-    dtype, (begin, end) = KINDS[entry["dtype"]], entry["data_offsets"]
-    raw = whole[begin:end]
-    alignment = LINE if len(entry["shape"]) > 1 and dtype.is_floating_point else dtype.itemsize
-    if raw.data_ptr() % alignment or not len(raw):
-        raw = raw.clone()
-    return raw.view(dtype).view(entry["shape"]).data  # not a view, which would keep what it is a view of beside it
+    dtype, shape, (begin, end) = KINDS[entry["dtype"]], entry["shape"], entry["data_offsets"]
+    if begin == end:
+        return torch.empty(shape, dtype=dtype)
+    flat = torch.frombuffer(data, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=start + begin)
+    if flat.data_ptr() % (LINE if len(shape) > 1 and dtype.is_floating_point else dtype.itemsize):
+        flat = flat.clone()
+    return (
+        flat if len(shape) == 1 else flat.view(shape).data
+    )  # no view, which would keep what it is a view of beside it
 
 
 def _digest(data: memoryview) -> str:

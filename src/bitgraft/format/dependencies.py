@@ -60,11 +60,8 @@ def found(metadata: Metadata, tasks: Tasks) -> list[Task]:
     if other := [name for name in missing if name in tasks]:
         raise MissingTaskError(f"task {metadata.name!r} builds on another task {other[0]!r} than the one that is here")
     if missing:
-        names = ("the tasks " if len(missing) > 1 else "task ") + ", ".join(map(repr, missing))
-        verb, which = ("are", "those") if len(missing) > 1 else ("is", "that one")
-        raise MissingTaskError(
-            f"task {metadata.name!r} builds on {names}, which {verb} not here under any name: load {which} first"
-        )
+        names = ", ".join(map(repr, missing))
+        raise MissingTaskError(f"task {metadata.name!r} builds on {names}, not here under any name: load that first")
     return [task for task in there.values() if task is not None]
 
 

@@ -11,10 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from bitgraft.format.archive import HEAD, Archive, read_archive
+from bitgraft.format import compact
+from bitgraft.format.archive import CODED, HEAD, Archive, read_archive
 from bitgraft.transforms.bits import ones
 
 KINDS = ("masks", "k", "weights", "norms", "statistics", "head", "header")
+PACKED = {compact.MASKS: "masks", compact.CODES: "k", compact.GRIDS: "k", compact.NORMS: "norms"}
 STATISTICS = ("running_mean", "running_var")
 
 
@@ -48,6 +50,13 @@ class Layer:
         """The share of ones."""
         return self.ones / self.weights if self.weights else None
 
+    def plain(self) -> dict[str, Any]:
+        """As JSON holds it, which has no NaN."""
+        about = asdict(self)
+        for i, spread in enumerate(about.pop("k")):
+            about[f"k{i}"] = {name: value if math.isfinite(value) else None for name, value in spread.items()}
+        return {**about, "shape": list(self.shape), "density": self.density}
+
 
 @dataclass(frozen=True)
 class Inspection:
@@ -70,10 +79,14 @@ class Inspection:
     def density(self) -> float | None:
         return sum(layer.ones for layer in self.layers) / self.weights if self.weights else None
 
+    def bits_per(self, weights: int) -> float:
+        """All that the file takes, head apart, for each of so many weights: what every list of tasks shows."""
+        return 8 * (self.size - self.bytes["head"]) / weights
+
     @property
     def bits_per_weight(self) -> float | None:
-        """All that the file takes, head apart, for each weight under a mask."""
-        return 8 * (self.size - self.bytes["head"]) / self.weights if self.weights else None
+        """For each weight under a mask."""
+        return self.bits_per(self.weights) if self.weights else None
 
     def plain(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -90,14 +103,13 @@ class Inspection:
             "weights": self.weights,
             "density": self.density,
             "bits_per_weight": self.bits_per_weight,
-            "layers": [_plain_layer(layer) for layer in self.layers],
+            "layers": [layer.plain() for layer in self.layers],
         }
 
 
 def inspect_file(path: str | Path) -> Inspection:
     """Read and check a task file, and count what is in it."""
-    archive = read_archive(path)
-    return inspect_archive(archive, Path(path).stat().st_size)
+    return inspect_archive(read_archive(path), Path(path).stat().st_size)
 
 
 def inspect_archive(archive: Archive, size: int) -> Inspection:
@@ -105,10 +117,16 @@ def inspect_archive(archive: Archive, size: int) -> Inspection:
     parts = archive.parts()
     layers = [_layer(name, shape, parts.get(name, {})) for name, shape in archive.shapes.items()]
     taken = dict.fromkeys(KINDS, 0)
-    for key, tensor in archive.tensors.items():
-        taken[_kind(key, archive)] += tensor.nbytes
+    for key, count in (archive.sizes or _sizes(archive)).items():
+        taken[_kind(key, archive)] += count
     taken["header"] = size - sum(taken.values())
     return Inspection(archive, tuple(layers), taken)
+
+
+def _sizes(archive: Archive) -> dict[str, int]:
+    """What each key would take in a file."""
+    tensors = archive.tensors if archive.format < 2 else compact.pack(archive.tensors, archive.shapes)[0]
+    return {key: tensor.nbytes for key, tensor in tensors.items()}
 
 
 def accuracy(metrics: Mapping[str, Any]) -> tuple[str | None, float | None]:
@@ -130,17 +148,15 @@ def _layer(name: str, shape: tuple[int, ...], parts: dict[str, Tensor]) -> Layer
         shape=shape,
         weights=0 if mask is None else math.prod(shape),
         ones=0 if mask is None else ones(mask),
-        k=() if k is None else tuple(_spread(row) for row in k),
+        k=() if k is None else tuple(Spread(row.mean().item(), row.min().item(), row.max().item()) for row in k),
         values=sum(values),
         bytes=sum(tensor.nbytes for tensor in parts.values()),
     )
 
 
-def _spread(k: Tensor) -> Spread:
-    return Spread(k.mean().item(), k.min().item(), k.max().item())
-
-
 def _kind(key: str, archive: Archive) -> str:
+    if key in PACKED:
+        return PACKED[key]
     name, colon, part = key.partition(":")
     layer, _, last = name.rpartition(".")
     layers = archive.head_layer if isinstance(archive.head_layer, tuple) else (archive.head_layer,)
@@ -150,7 +166,7 @@ def _kind(key: str, archive: Archive) -> str:
     if last in STATISTICS or part.endswith(STATISTICS):
         return "statistics"
     if colon:
-        return {"mask": "masks", "free": "masks", "k": "k", "borrowed": "k"}.get(part, "weights")
+        return {"mask": "masks", "free": "masks", "k": "k", "borrowed": "k"}.get(part.removesuffix(CODED), "weights")
     return "norms" if _in_norm(layer, last, archive) else "weights"
 
 
@@ -158,12 +174,3 @@ def _in_norm(layer: str, last: str, archive: Archive) -> bool:
     """A file does not say what a layer is; a norm's tensors are vectors, and so is its weight if it has one."""
     weight = archive.tensors.get(f"{layer}.weight")
     return archive.tensors[f"{layer}.{last}" if layer else last].dim() <= 1 and weight is not None and weight.dim() <= 1
-
-
-def _plain_layer(layer: Layer) -> dict[str, Any]:
-    about = asdict(layer)
-    for i, spread in enumerate(about.pop("k")):
-        about[f"k{i}"] = {
-            name: value if math.isfinite(value) else None for name, value in spread.items()
-        }  # no NaN in JSON
-    return {**about, "shape": list(layer.shape), "density": layer.density}

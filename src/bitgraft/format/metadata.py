@@ -3,6 +3,7 @@
 import re
 import reprlib
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, get_args
 
 from bitgraft.errors import ClassesError, CorruptError, NewerFormatError, TaskError
@@ -12,28 +13,27 @@ from bitgraft.task import HeadKind, Metadata, check_name
 COUNTED_CLASSES = 1 << 20  # more classes than this are written out even if they are called 0, 1, 2, ...
 DIGEST = re.compile("[0-9a-f]{64}")
 OBJECTS = ("leans_on", "metrics", "options", "preprocessing", "shapes")
-FIELDS = {1: {*OBJECTS, "backbone", "checksum", "classes", "format", "head", "head_layer", "method", "name"}}
+_FIRST = {*OBJECTS, "backbone", "checksum", "classes", "format", "head", "head_layer", "method", "name"}
+FIELDS = {1: _FIRST, 2: {*_FIRST, "channels", "norms"}}
 """By version of the format."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def write_metadata(metadata: Metadata) -> dict[str, Any]:
-    return {
-        "name": metadata.name,
-        "method": metadata.method,
-        "options": dict(metadata.options),
-        "head": metadata.head,
-        "classes": _written(metadata.classes),
-        "preprocessing": dict(metadata.preprocessing),
-        "leans_on": dict(metadata.depends_on),
-    }
+    """Its fields, where classes called 0 ... n - 1 are written as n."""
+    about, names = asdict(metadata), metadata.classes
+    if names is not None and len(names) <= COUNTED_CLASSES and names == _counted(len(names)):
+        about["classes"] = len(names)
+    about["leans_on"] = about.pop("depends_on")
+    return about
 
 
 def read_metadata(about: Mapping[str, Any], source: str) -> Metadata:
     """The metadata in a file's metadata. Whatever is wrong there is an `ArchiveError` that says what."""
     _check_fields(about, source)
     method = _method(about["method"], source)
-    if len(about["leans_on"]) > _most_dependencies(method, about["leans_on"]):
+    most = len(set(about["leans_on"].values())) if method.borrows else int(method.depends_on_previous)
+    if len(about["leans_on"]) > most:  # one predecessor, or different tasks to borrow from
         raise CorruptError(f"{source}: a task of method {method.name!r} cannot depend on {list(about['leans_on'])}")
     return Metadata(
         name=check_name(about["name"]),
@@ -72,20 +72,13 @@ def _check_fields(about: Mapping[str, Any], source: str) -> None:
         raise CorruptError(f"{source}: there is no kind of head {about['head']!r}, known are {known}; it is not usable")
 
 
-def _most_dependencies(method: registry.Method, earlier: Mapping[str, str]) -> int:
-    """One predecessor, or any number of different tasks to borrow from."""
-    return len(set(earlier.values())) if method.borrows else int(method.depends_on_previous)
-
-
 def _method(name: Any, source: str) -> registry.Method:
     if not isinstance(name, str):
         raise CorruptError(f"{source}: its method is {name!r}, which is no name; it is not usable")
     try:
         return registry.get(name)
     except TaskError as cause:
-        raise NewerFormatError(
-            f"{source}: {cause}; install a newer bitgraft, or register the method before loading"
-        ) from cause
+        raise NewerFormatError(f"{source}: {cause}; install a newer bitgraft, or register the method") from cause
 
 
 def _options(method: registry.Method, given: Mapping[str, Any], source: str) -> registry.Options:
@@ -97,13 +90,6 @@ def _options(method: registry.Method, given: Mapping[str, Any], source: str) -> 
         return method.with_options(given)
     except (TaskError, TypeError, ValueError, OverflowError) as cause:
         raise CorruptError(f"{source}: an option of method {method.name!r} is not usable ({cause})") from cause
-
-
-def _written(names: tuple[str, ...] | None) -> int | tuple[str, ...] | None:
-    """Classes called 0 ... n - 1 are written as n."""
-    if names is None or len(names) > COUNTED_CLASSES or names != _counted(len(names)):
-        return names
-    return len(names)
 
 
 def _counted(count: int) -> tuple[str, ...]:

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from bitgraft.backbone.anatomy import Anatomy, describe
-from bitgraft.backbone.layers import is_norm
+from bitgraft.backbone.layers import COUNTER
 from bitgraft.errors import ClassesError, CorruptError, TaskError, WrongBackboneError
-from bitgraft.format.archive import COUNTER, PACKED, Archive, stored_dtype
+from bitgraft.format.archive import PACKED, Archive, stored_dtype
 from bitgraft.methods import registry
 from bitgraft.task import Metadata, Task
-from bitgraft.transforms.base import Transform, Weight
+from bitgraft.transforms.base import Transform, Weight, strided_like
 from bitgraft.transforms.bits import packed_size
 
 
@@ -40,7 +40,7 @@ def restore_task(
         elif name.endswith(COUNTER) and name.removesuffix(COUNTER) + "running_mean" in owned:
             held[name] = tensor.clone()
     task = Task(metadata, anatomy, transforms, held, _restore_head(archive, anatomy, head))
-    task.metrics = dict(archive.metrics)
+    task.metrics, task.is_compact = dict(archive.metrics), archive.format > 1
     return task
 
 
@@ -53,7 +53,7 @@ def _check_places(archive: Archive, anatomy: Anatomy, base: Mapping[str, Tensor]
             raise WrongBackboneError(f"{task} transforms {name!r}, which is no weight of the backbone")
         if found.shape != shape:
             raise WrongBackboneError(
-                f"{task} transforms {name!r} of shape {shape}, the backbone has it in {tuple(found.shape)}"
+                f"{task} has {name!r} of shape {shape}, the backbone has it in {tuple(found.shape)}"
             )
     if archive.metadata.head in ("classes", "keep", "linear") and head != anatomy.head:
         raise WrongBackboneError(
@@ -72,9 +72,7 @@ def _blank_transform(
     except TaskError as cause:
         raise CorruptError(f"task {metadata.name!r} cannot have been made as its file says ({cause})") from cause
     if blank is None:
-        raise CorruptError(
-            f"task {metadata.name!r} has parts for {weight.name!r}, which method {metadata.method!r} leaves alone"
-        )
+        raise CorruptError(f"task {metadata.name!r} has {weight.name!r}, which method {metadata.method!r} leaves alone")
     return blank
 
 
@@ -103,7 +101,7 @@ def _check_owned(
     options: registry.Options,
 ) -> None:
     """Head apart, a task owns what its method and options give it, nothing else, and no half of a norm layer."""
-    method, head, norms = registry.get(metadata.method), set(anatomy.head_names()), _tensors_of_norms(anatomy)
+    method, head, norms = registry.get(metadata.method), set(anatomy.head_names()), anatomy.norm_of
     asked = {name for pattern in options.own for name in base if fnmatchcase(name, pattern)}
     given = asked | (norms.keys() if options.norms else set())
     if method.owns_everything:
@@ -114,26 +112,13 @@ def _check_owned(
         if name not in head:
             _check_fit(metadata, name, tensor, base[name])
             if name not in given or name.endswith(COUNTER):
-                raise CorruptError(
-                    f"task {metadata.name!r} has {name!r}, which method {metadata.method!r} leaves alone"
-                )
+                raise CorruptError(f"task {metadata.name!r} has {name!r}, which {metadata.method!r} leaves alone")
     layers = {norms[name] for name in owned if name in norms and name not in asked}
     lacking = {name for name, layer in norms.items() if name not in owned and layer in layers}
     if method.owns_everything:
         lacking |= base.keys() - norms.keys() - head - owned.keys()
     if missing := sorted(name for name in lacking if not name.endswith(COUNTER)):
         raise CorruptError(f"task {metadata.name!r} lacks {missing[0]!r}; the file is not usable")
-
-
-def _tensors_of_norms(anatomy: Anatomy) -> dict[str, str]:
-    """Each tensor of a norm layer with that layer's name, also of those that new tasks leave alone (`norms=...`)."""
-    return {
-        f"{path}.{name}": path
-        for path, layer in anatomy.backbone.named_modules()
-        if is_norm(layer)
-        for name, tensor in [*layer._parameters.items(), *layer._buffers.items()]
-        if tensor is not None
-    }
 
 
 def _check_fit(metadata: Metadata, name: str, tensor: Tensor, model: Tensor, outputs: int | None = None) -> None:
@@ -154,76 +139,58 @@ def _like(model: Tensor, tensor: Tensor) -> Tensor:
     """
     learned = isinstance(model, nn.Parameter)
     placed = tensor.to(model.device, tensor.dtype if learned else model.dtype)
-    if placed.dim() > 1 and placed.stride() != model.stride() and placed.shape == model.shape:
-        placed = torch.empty_like(model, dtype=placed.dtype).copy_(placed)
+    if placed.dim() > 1 and placed.shape == model.shape:
+        placed = strided_like(model, placed)
     return nn.Parameter(placed, requires_grad=False) if learned else placed
 
 
 def _check_classes(archive: Archive, anatomy: Anatomy, base: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """The head's tensors are all there, in its shape, with one row for each class."""
-    metadata, head = archive.metadata, set(anatomy.head_names())
-    count = len(metadata.classes or ())
-    if metadata.head == "classes":
-        rows = {name: (*own[name].shape, 0)[0] for name in head & own.keys()}
-        if set(rows.values()) - {count}:
-            raise _misfit(metadata, set(rows.values()) - {count})
-        if rows.keys() != head or not head:
+    """The head has one row for each class; the tensors of the backbone's last layer are all there, in its shape."""
+    metadata, replaced = archive.metadata, {name: own[name] for name in anatomy.head_names() if name in own}
+    count, kind = len(metadata.classes or ()), metadata.head
+    if kind != "classes" and replaced:
+        raise CorruptError(f"task {metadata.name!r} has {sorted(replaced)}, but no head that takes them")
+    held = replaced if kind == "classes" else archive.head() if kind == "linear" else {}
+    rows = {(*tensor.shape, 0 if kind == "classes" else count)[0] for tensor in held.values()}
+    if rows - {count}:
+        raise ClassesError(
+            f"task {metadata.name!r} lists {count} classes, but its head has {min(rows - {count})} outputs; "
+            "the file is not usable"
+        )
+    if kind == "classes":
+        if len(replaced) != len(anatomy.head_names()) or not replaced:
             raise CorruptError(
-                f"task {metadata.name!r} should have {sorted(head)} for its head; the file is not usable"
+                f"task {metadata.name!r} should have {sorted(anatomy.head_names())} for its head: not usable"
             )
-        for name in rows:
-            _check_fit(metadata, name, own[name], base[name], count)
-    elif head & own.keys():
-        raise CorruptError(f"task {metadata.name!r} has {sorted(head & own.keys())}, but no head that takes them")
-    elif metadata.head == "linear":
-        found = {name: (tensor.dtype, *tensor.shape) for name, tensor in archive.head().items()}
-        rows = {name: shape[1] for name, shape in found.items() if len(shape) > 1}
-        if set(rows.values()) - {count}:
-            raise _misfit(metadata, set(rows.values()) - {count})
-        if found != {"weight": (torch.float32, count, anatomy.features), "bias": (torch.float32, count)}:
-            raise CorruptError(
-                f"task {metadata.name!r} has the head {found} for {count} classes and the backbone's "
-                f"{anatomy.features} features; the file is not usable"
-            )
-
-
-def _misfit(metadata: Metadata, outputs: set[int]) -> ClassesError:
-    shown = " or ".join(map(str, sorted(outputs)))
-    return ClassesError(
-        f"task {metadata.name!r} lists {len(metadata.classes or ())} classes, but its head has {shown} outputs; "
-        "the file is not usable"
-    )
+        for name, tensor in replaced.items():
+            _check_fit(metadata, name, tensor, base[name], count)
 
 
 def _restore_head(archive: Archive, anatomy: Anatomy, given: nn.Module | None) -> nn.Module | None:
     state, metadata = archive.head(), archive.metadata
+    task = f"task {metadata.name!r}"
     if given is not None and metadata.head != "module":
         raise TaskError(
-            f"task {metadata.name!r} was not saved with a head module of its own "
-            f"(its head is of kind {metadata.head!r}): load it without head=..."
+            f"{task} was not saved with a head module of its own (its head is of kind {metadata.head!r}): "
+            "load it without head=..."
         )
-    if metadata.head not in ("linear", "module"):
-        if state:
-            raise CorruptError(
-                f"task {metadata.name!r} has tensors of a head, but is of head kind {metadata.head!r}: not usable"
-            )
-        return None
+    if given is None and metadata.head == "module":
+        raise TaskError(f"{task} was saved with a head module of its own: pass one like it, load_task(path, head=...)")
     if metadata.head == "linear":
-        given = nn.Linear(state["weight"].shape[1], state["weight"].shape[0], device="meta")
-    elif given is None:
-        raise TaskError(
-            f"task {metadata.name!r} was saved with a head module of its own: pass one like it, "
-            "load_task(path, head=...)"
-        )
-    wanted = {name: (tuple(t.shape), stored_dtype(t)) for name, t in given.state_dict().items()}
+        given = nn.Linear(anatomy.features or 1, len(metadata.classes or ()), device="meta")
+    if given is None:
+        if state:
+            raise CorruptError(f"{task} has tensors of a head, but is of head kind {metadata.head!r}: not usable")
+        return None
+    model = given.state_dict()
+    wanted = {name: (tuple(t.shape), stored_dtype(t)) for name, t in model.items()}
     found = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
     if wanted != found:
-        odd = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))[0]
-        raise TaskError(
-            f"the head module does not fit that of task {metadata.name!r}: it has {odd!r} as {wanted.get(odd)}, "
+        odd = min(name for name in wanted | found if wanted.get(name) != found.get(name))
+        raise (CorruptError if metadata.head == "linear" else TaskError)(
+            f"the head module does not fit that of {task}: it has {odd!r} as {wanted.get(odd)}, "
             f"the file as {found.get(odd)}"
         )
-    device = anatomy.tensor(next(iter(anatomy.places))).device
-    dtypes = {name: tensor.dtype for name, tensor in given.state_dict().items()}
-    given.load_state_dict({name: t.to(device, dtypes[name]) for name, t in state.items()}, assign=True)
+    device = anatomy.device
+    given.load_state_dict({name: t.to(device, model[name].dtype) for name, t in state.items()}, assign=True)
     return given.to(device).requires_grad_(False)

@@ -46,19 +46,21 @@ class MaskOptions(Options):
         require(ordered, "init", self.init, "give the lowest and the highest starting value of R")
 
     def rule(self, weight: Weight) -> MaskRule:
-        return _rule(self, weight.channels_scale_free if self.per == "channel" else weight.scale_free)
+        return self._rules[weight.channels_scale_free if self.per == "channel" else weight.scale_free]
+
+    @functools.cached_property
+    def _rules(self) -> tuple[MaskRule, MaskRule]:
+        """For a weight that keeps its scale, and for one whose scale a norm undoes."""
+        learned = tuple(None if isinstance(k, str) else float(k) for k in (self.k0, self.k1, self.k2, self.k3))
+        free = (1.0, *learned[1:]) if self.k0 == "auto" else learned
+        usual, scale_free = (
+            MaskRule(fixed, self.threshold, self.surrogate, self.per == "channel") for fixed in (learned, free)
+        )
+        return usual, scale_free
 
 
 def _either(words: tuple[str, ...]) -> str:
     return " or ".join(map(repr, words))
-
-
-@functools.lru_cache
-def _rule(options: MaskOptions, scale_free: bool) -> MaskRule:
-    """One for all layers and tasks that have the same."""
-    k0 = options.k0 if options.k0 != "auto" else 1.0 if scale_free else "learn"
-    fixed = [None if isinstance(k, str) else float(k) for k in (k0, options.k1, options.k2, options.k3)]
-    return MaskRule(tuple(fixed), options.threshold, options.surrogate, options.per == "channel")
 
 
 def masked(

@@ -74,11 +74,10 @@ class Packed(Transform):
         return {**held, "free": pack(self.free)} if self.chose_free else held
 
     def restore(self, parts: Mapping[str, Tensor]) -> None:
-        size, name = packed_size(self.weight.shape.numel()), self.weight.name
-        if "mask" not in parts or tuple(parts["mask"].shape) != (size,):
-            raise CorruptError(f"{name!r} should have a mask of {size} bytes; the file is not usable")
+        size, name = (packed_size(self.weight.shape.numel()),), self.weight.name
+        masks = dict.fromkeys(("mask", "free") if self.chose_free else ("mask",), size)
+        expect(masks, {part: tensor for part, tensor in parts.items() if part != "values"})
         own = self._placed(parts["mask"])
-        masks = {"mask": (size,), "free": (size,)} if self.chose_free else {"mask": (size,)}
         expect({**masks, "values": (int(own.sum()),)}, parts)
         free = self._placed(parts["free"]) if self.chose_free else self.free
         if (own & ~free).any():

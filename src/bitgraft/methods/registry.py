@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from bitgraft.backbone.anatomy import Anatomy
-from bitgraft.backbone.layers import is_parameter
 from bitgraft.errors import TaskError
 from bitgraft.transforms.base import Transform, Weight
 
@@ -158,7 +157,7 @@ def owned(method: Method, anatomy: Anatomy, options: Options) -> dict[str, Tenso
     chosen, copies = owned_names(method, anatomy, options), {}
     for name in (name for name in anatomy.places if name in chosen):
         tensor = anatomy.tensor(name)
-        learned = is_parameter(tensor) and tensor.is_floating_point()
+        learned = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
         copy = tensor.detach().clone()
         copies[name] = nn.Parameter(copy.to(torch.float32)) if learned else copy
     return copies

@@ -23,13 +23,14 @@ from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.data.seeded import stratified_split
 from bitgraft.data.splits import open_data
 from bitgraft.format.inspect import inspect_file
+from bitgraft.methods.preset_options import preset_options
 from bitgraft.network import Network
 from bitgraft.paper.demo_page import Answer, Findings, Row, Shown, results_table, write
 from bitgraft.paper.figures import check_installed
 from bitgraft.runtime.heads import stated_preprocessing
 from bitgraft.store import Backbone, Store
 from bitgraft.training.callbacks import Clock
-from bitgraft.training.presets import QUICK, for_method, preset_options
+from bitgraft.training.presets import QUICK, for_method
 from bitgraft.training.progress import Progress, spelled
 from bitgraft.workflows.train_task import Request, TrainData, open_store, train
 
@@ -87,16 +88,16 @@ def _train(store: Store, net: Network, data: str, splits: Splits, method: str, c
     clock = Clock()
     result = train(store, net, request, data=TrainData(splits, []), callbacks=[clock, Progress(console)])
     assert result.test is not None
-    weights = sum(weight.shape.numel() for weight in net.anatomy.weights.values())
+    weights, found = sum(w.shape.numel() for w in net.anatomy.weights.values()), inspect_file(result.path)
     return Row(
         data=data,
         method=method,
         accuracy=result.test["accuracy"],
         kilobytes=result.path.stat().st_size / 1e3,
-        bits_per_weight=result.task.bits() / weights,
+        bits_per_weight=found.bits_per(weights),
         images_per_second=clock.rate,
         history=result.history,
-        inspection=inspect_file(result.path),
+        inspection=found,
     )
 
 

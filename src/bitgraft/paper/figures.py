@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from bitgraft.backbone.files import write_atomically
-from bitgraft.errors import FigureError
+from bitgraft.errors import FigureError, how_to_install
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +40,7 @@ def matplotlib_figure() -> Iterator[type["Figure"]]:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as cause:
-        raise FigureError("figures need matplotlib, which is not installed: pip install 'bitgraft[figures]'") from cause
+        raise FigureError(f"figures need matplotlib, which is not installed: {how_to_install('figures')}") from cause
     with matplotlib.rc_context(fname=STYLE):
         yield Figure
 

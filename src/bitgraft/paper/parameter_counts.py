@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from bitgraft.backbone.anatomy import Anatomy, unknown_head
+from bitgraft.backbone.layers import COUNTER
 from bitgraft.backbone.loading import read_backbone
-from bitgraft.format.archive import COUNTER
 from bitgraft.methods import packnet, registry
-from bitgraft.paper.report.published import published
+from bitgraft.paper.report.results import published
 from bitgraft.task import Metadata, Task
 from bitgraft.transforms.bits import packed_size
 
@@ -64,9 +64,7 @@ def account(
     """Count each method (by default all) for a number of tasks, the backbone's own included."""
     if not anatomy.head_known:
         raise unknown_head(anatomy.backbone)
-    head = set(anatomy.head_names())
-    parameters = sum(p.numel() for key, p in anatomy.backbone.named_parameters() if key not in head)
-    rows = []
+    rows, parameters = [], headless_parameters(anatomy)
     for method in map(registry.get, methods or registry.method_names()):
         bits, size = _packed_cost(anatomy, method, tasks) if method.depends_on_previous else _cost(anatomy, method)
         rows.append(
@@ -82,6 +80,12 @@ def account(
     if methods is None:
         rows.sort(key=lambda row: row.relative)
     return Account(name, tasks, parameters, tuple(rows))
+
+
+def headless_parameters(anatomy: Anatomy) -> int:
+    """The backbone's parameters without its classifier, as the paper counts."""
+    head = set(anatomy.head_names())
+    return sum(p.numel() for name, p in anatomy.backbone.named_parameters() if name not in head)
 
 
 def file_bytes(tensors: Mapping[str, Tensor]) -> int:

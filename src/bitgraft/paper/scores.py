@@ -3,7 +3,7 @@
 import json
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -96,14 +96,14 @@ def domain_titles() -> dict[str, str]:
 
 def read_baselines(file: Path) -> Baselines:
     """A TOML file with a table `errors`: the error of each domain in per cent."""
-    errors = _read(file, "baseline errors in", lambda content: tomllib.loads(content.decode())["errors"])
-    remedy = "it takes a table [errors] with a line such as gtsrb = 2.47 for each domain, in per cent"
-    if not isinstance(errors, dict):
-        raise DataError(f"cannot read baseline errors in {file}: {remedy}")
-    for error in errors.values():
-        if type(error) not in (int, float) or not 0 < error <= 100:
-            raise DataError(f"cannot read baseline errors in {file}: {error!r} is not between 0 and 100; {remedy}")
-    return Baselines(errors, str(file))
+
+    def parse(text: bytes) -> dict[str, float]:
+        errors = tomllib.loads(text.decode())["errors"]
+        if all(type(error) in (int, float) and 0 < error <= 100 for error in errors.values()):
+            return dict(errors)
+        raise ValueError("each domain has a line such as gtsrb = 2.47 below [errors], above 0 and at most 100 per cent")
+
+    return Baselines(_read(file, "baseline errors in", parse), str(file))
 
 
 def read_labels(folder: Path) -> list[Labels]:
@@ -123,15 +123,15 @@ def read_labels(folder: Path) -> list[Labels]:
 
 
 def _read_labels(file: Path, domain: str) -> Labels:
-    def parse(text: bytes) -> tuple[list[int], dict[int, int], frozenset[int]]:
+    def parse(text: bytes) -> tuple[set[int], dict[int, int], frozenset[int]]:
         content = json.loads(text)
-        images = [int(image["id"]) for image in content["images"]]
         answers = {int(a["image_id"]): int(a["category_id"]) for a in content.get("annotations", ())}
-        return images, answers, frozenset(int(category["id"]) for category in content["categories"])
+        categories = frozenset(int(category["id"]) for category in content["categories"])
+        return {int(image["id"]) for image in content["images"]}, answers, categories
 
     images, answers, categories = _read(file, "the annotations", parse)
-    if not images or set(images) != set(answers):
-        bare = len(set(images) - set(answers))
+    if not images or images != set(answers):
+        bare = len(images - set(answers))
         raise DataError(f"{file} has no label for {bare} of its {len(images)} images; a stripped file cannot be scored")
     if strange := set(answers.values()) - categories:
         raise DataError(f"{file}: {len(strange)} labels are not among its categories, first {min(strange)}")
@@ -157,9 +157,8 @@ def score_submission(
     pairs: Sequence[tuple[int, int]], labels: Sequence[Labels], baselines: Baselines | None = None
 ) -> Score:
     """Score answers (image, category); each image of each domain must be answered exactly once."""
-    _check_images(pairs, labels)
+    _check(pairs, {image: one.categories for one in labels for image in one.answers})
     baselines, given = baselines or challenge_baselines(), dict(pairs)
-    _check_categories(given, labels)
     domains = []
     for one in labels:
         correct = sum(given[image] == category for image, category in one.answers.items())
@@ -167,42 +166,26 @@ def score_submission(
     return Score(tuple(domains))
 
 
-def _check_images(pairs: Sequence[tuple[int, int]], labels: Sequence[Labels]) -> None:
-    homes = {image: one.domain for one in labels for image in one.answers}
+def _check(pairs: Sequence[tuple[int, int]], categories: Mapping[int, Collection[int]]) -> None:
+    """Refuse answers that cannot be scored; `categories` are those that each test image may have."""
     times = Counter(image for image, _ in pairs)
     faults = {
         "answered more than once": [image for image, count in times.items() if count > 1],
-        "missing": [image for image in homes if image not in times],
-        "unknown": [image for image in times if image not in homes],
+        "missing": [image for image in categories if image not in times],
+        "unknown": [image for image in times if image not in categories],
+        "given a category_id that is not in the annotations": [i for i, c in pairs if c not in categories.get(i, [c])],
     }
-    told = [
-        f"{len(ids)} image id{' is' if len(ids) == 1 else 's are'} {fault} ({_by_domain(ids, homes)})"
+    said = [
+        f"{len(ids)} image id{' is' if len(ids) == 1 else 's are'} {fault} "
+        f"({', '.join(map(str, ids[:3]))}{', ...' if len(ids) > 3 else ''})"
         for fault, ids in faults.items()
         if ids
     ]
-    if told:
-        raise DataError(f"the submission must answer each test image once, but {'; '.join(told)}")
-
-
-def _check_categories(given: Mapping[int, int], labels: Sequence[Labels]) -> None:
-    homes = {i: one.domain for one in labels for i in one.answers if given[i] not in one.categories}
-    if homes:
+    if said:
         raise DataError(
-            f"{len(homes)} answer{' has' if len(homes) == 1 else 's have'} a category_id that is not among the "
-            f"domain's categories (by image id: {_by_domain(homes, homes)}); give ids as the annotations list them, "
-            "not numbers from 0"
+            f"the submission must answer each test image once, with an id of its category (not a number from 0), but "
+            f"{'; '.join(said)}"
         )
-
-
-def _by_domain(images: Iterable[int], homes: Mapping[int, str]) -> str:
-    """How many images in each domain, and the first three of them."""
-    groups: dict[str, list[int]] = {}
-    for image in images:
-        groups.setdefault(homes.get(image, "of no domain"), []).append(image)
-    return "; ".join(
-        f"{domain} {len(ids)}: {', '.join(map(str, ids[:3]))}{', ...' if len(ids) > 3 else ''}"
-        for domain, ids in groups.items()
-    )
 
 
 def _read(file: Path, what: str, parse: Callable[[bytes], Any]) -> Any:

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from bitgraft.backbone.anatomy import Anatomy
-from bitgraft.format.archive import COUNTER
 from bitgraft.runtime.snapshot import Snapshot
 
 
@@ -50,14 +49,7 @@ class Fingerprint:
 
     def _covered(self) -> list[Tensor]:
         """The tensors that count. Writing to others changes nothing."""
-        modules = self._anatomy.backbone.modules()
-        transient = {id(module._buffers[name]) for module in modules for name in module._non_persistent_buffers_set}
-        head = set(self._anatomy.head_names())
-        return [
-            tensor
-            for name, tensor in self._anatomy.tensors().items()
-            if name not in head and id(tensor) not in transient and not name.endswith(COUNTER)
-        ]
+        return [self._anatomy.tensor(name) for name in self._anatomy.fingerprinted]
 
     def _is_meta(self) -> bool:
         return any(tensor.is_meta for tensor in self._covered())

@@ -58,7 +58,7 @@ def _check_place(anatomy: Anatomy, head: nn.Module | None) -> None:
     count = len(anatomy.heads)
     if head is not None and count > 1 and not (isinstance(head, nn.ModuleList) and len(head) == count):
         raise TaskError(
-            f"the backbone combines {count} heads ({', '.join(anatomy.heads)}): pass a torch.nn.ModuleList of as many"
+            f"the backbone combines {', '.join(anatomy.heads)}: pass a torch.nn.ModuleList of {count} heads"
         )
 
 
@@ -93,14 +93,12 @@ def _classifier(anatomy: Anatomy, names: tuple[str, ...], rng: torch.Generator) 
     layers = [anatomy.backbone.get_submodule(head) for head in anatomy.heads]
     if anatomy.head_tied and not (len(layers) == 1 and isinstance(layers[0], nn.Linear)):
         raise BackboneError(
-            f"the head {anatomy.head!r} shares weights with other layers, and is no linear layer: pass a head module"
+            f"the head {anatomy.head!r} shares weights with other layers, and is not linear: pass a head module"
         )
     if not layers or anatomy.head_tied:
         if anatomy.features is None:
-            raise BackboneError(
-                "the backbone's output has no dimension of features to put a classifier on: pass a head module"
-            )
-        device = anatomy.tensor(next(iter(anatomy.places))).device
+            raise BackboneError("the backbone's output has no dimension of features: pass a head module")
+        device = anatomy.device
         linear = nn.Linear(anatomy.features, len(names), device="meta")
         linear.load_state_dict(_fresh(linear, len(names), rng, device), assign=True)
         return "linear", names, {}, linear
@@ -115,7 +113,7 @@ def _fresh(layer: nn.Module, outputs: int, rng: torch.Generator, device: torch.d
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor) or set(layer._parameters) - {"weight", "bias"} or len(list(layer.children())):
         raise BackboneError(
-            f"the head is a {type(layer).__name__}, which cannot be given another number of outputs: pass a head module"
+            f"the head is a {type(layer).__name__}, which has one number of outputs: pass a head module"
         )
     like = torch.empty(0, device=device or weight.device)
     bound = 1 / math.sqrt(weight[0].numel())

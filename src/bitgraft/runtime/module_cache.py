@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -25,6 +25,7 @@ class ModuleCache:
         if count < 1:
             raise TaskError(f"active={count!r}: at least one task must be kept at work")
         self.count, self.memory = count, memory
+        self.spare = SpareModule()
         self._held: OrderedDict[Key, tuple[TaskModule, int]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -37,6 +38,7 @@ class ModuleCache:
         """The task's module, made if it is not here."""
         if key not in self._held:
             size = computed_bytes(task)
+            self.spare.free()
             self.make_room(size)
             self._held[key] = TaskModule(task), size
         self._held.move_to_end(key)
@@ -51,8 +53,9 @@ class ModuleCache:
         """There is room for all of these at once."""
         return self._fits([computed_bytes(task) for task in tasks])
 
-    def drop(self, which: Callable[[Key], bool] = lambda key: True) -> None:
-        for key in [key for key in self._held if which(key)]:
+    def drop(self, name: str) -> None:
+        """Forget the modules of the task of that name."""
+        for key in [key for key in self._held if key[0] == name]:
             del self._held[key]
 
     def _sizes(self) -> list[int]:
@@ -66,6 +69,7 @@ class SpareModule:
     """One module tree in which tasks that are not kept run one after another, each in the memory of the one before.
 
     It serves one thread at a time, and evaluation without gradients only: nothing may look at a weight after the call.
+    The memory stays for the next batch, until a task is to be kept.
     """
 
     def __init__(self) -> None:
@@ -81,8 +85,12 @@ class SpareModule:
         try:
             yield self
         finally:
-            if self._module is not None:
-                self._module.free_weights()
+            self._lock.release()
+
+    def free(self) -> None:
+        """Give the memory back, unless a batch is running in it."""
+        if self._module is not None and self._lock.acquire(blocking=False):
+            self._module.free_weights()
             self._lock.release()
 
     def takes(self, task: Task) -> bool:

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -36,5 +37,6 @@ def _versions(tensors: Collection[Tensor]) -> list[int | None]:
     return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
+@torch.no_grad()
 def _first_elements(tensors: Collection[Tensor]) -> list[Any]:
-    return [tensor.detach().as_strided((), ()).item() for tensor in tensors if tensor.numel()]
+    return [tensor.as_strided((), ()).item() for tensor in tensors if tensor.numel()]

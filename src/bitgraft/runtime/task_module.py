@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitgraft.backbone.anatomy import Anatomy
+from bitgraft.backbone.anatomy import Anatomy, tensor_dict
 from bitgraft.backbone.layers import is_norm
 from bitgraft.backbone.tracing import private_copy
 from bitgraft.runtime.heads import Headed, as_graph, place_head
@@ -103,7 +103,7 @@ class TaskModule:
             whole = self.module if self._behind is None else nn.Sequential(self.module, self._behind)
             for headed in [module for module in whole.modules() if isinstance(module, Headed)]:
                 _replace(whole, headed, headed.ordinary(self.task.anatomy.dtype))
-            return _with_own_memory(copy.deepcopy(whole)).eval()
+            return copy.deepcopy(whole).eval()
 
     def _follow(self) -> None:
         """Notice a change of mode, tensors exchanged for others, and a backbone that was moved or written to."""
@@ -163,14 +163,6 @@ class TaskModule:
                 tensor.register_hook(partial(_drop, self._slots[name], weakref.ref(tensor)))  # type: ignore[no-untyped-call]
 
 
-def _with_own_memory(module: nn.Module) -> nn.Module:
-    """Give each tensor memory of its own: those of a loaded task lie in one stretch, which would go along with any."""
-    for tensor in [*module.parameters(), *module.buffers()]:
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor.data = tensor.data.clone()
-    return module
-
-
 def _drop(places: list[Slot], before: "weakref.ref[Tensor]", grad: Tensor) -> None:
     """Empty the slots, unless a later step has put something else there."""
     for holder, key in places:
@@ -187,7 +179,7 @@ def _slots(module: nn.Module, anatomy: Anatomy) -> dict[str, list[Slot]]:
 
 
 def _holders(owner: nn.Module, attribute: str) -> Iterator[Slot]:
-    yield (owner._parameters if attribute in owner._parameters else owner._buffers), attribute
+    yield tensor_dict(owner, attribute), attribute
     if isinstance(owner, nn.RNNBase) and attribute in owner._flat_weights_names:  # it keeps a second list of them
         yield owner._flat_weights, owner._flat_weights_names.index(attribute)
 

@@ -56,8 +56,7 @@ class Predictions(BaseModel):
 
 def make_app(service: Service) -> FastAPI:
     app = FastAPI(title="bitgraft", version=__version__, docs_url=None, redoc_url=None)
-    app.add_exception_handler(Refusal, _refused)
-    for kind in (HTTPException, RequestValidationError, Exception):
+    for kind in (Refusal, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _failed)
     app.add_middleware(Access, metrics=service.metrics, keys=service.settings.keys)
     _add_page(app, "/", "page.html")
@@ -100,12 +99,18 @@ def _add_state(app: FastAPI, service: Service) -> None:
         """One task: its classes, and by layer the share of ones and k0..k3."""
         return await service.task(task)
 
+    def status(good: bool) -> Response:
+        return JSONResponse({"status": "ok" if good else "unavailable"}, 200 if good else 503)
+
     @app.get("/healthz")
-    @app.get("/readyz")
     async def healthy() -> Response:
         """Whether the process works and accepts requests."""
-        good = service.healthy()
-        return JSONResponse({"status": "ok" if good else "unavailable"}, 200 if good else 503)
+        return status(service.healthy())
+
+    @app.get("/readyz")
+    async def ready() -> Response:
+        """The same, and whether all pinned tasks are ready."""
+        return status(service.ready())
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -131,14 +136,12 @@ def _add_page(app: FastAPI, path: str, name: str) -> None:
         return HTMLResponse(text, headers={"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"})
 
 
-async def _refused(request: Request, problem: Any) -> Response:
-    headers = {} if problem.retry_after is None else {"Retry-After": str(problem.retry_after)}
-    if problem.status in (400, 408, 413, 415, 503):
-        headers["Connection"] = "close"  # the rest of the body may still come, and nobody will read it
-    return JSONResponse({"error": problem.sentence}, problem.status, headers)
-
-
 async def _failed(request: Request, problem: Any) -> Response:
+    if isinstance(problem, Refusal):
+        headers = {} if problem.retry_after is None else {"Retry-After": str(problem.retry_after)}
+        if problem.status in (400, 408, 413, 415, 503):
+            headers["Connection"] = "close"  # the rest of the body may still come, and nobody will read it
+        return JSONResponse({"error": problem.sentence}, problem.status, headers)
     if isinstance(problem, HTTPException):
         sentence = f"{request.method} {request.url.path}: {problem.detail}; see /docs for what there is"
         return JSONResponse({"error": sentence}, problem.status_code, problem.headers)

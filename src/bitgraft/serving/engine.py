@@ -13,10 +13,12 @@ from torch import Tensor
 from bitgraft.errors import UnknownTaskError, UnsafeNameError
 from bitgraft.serving.library import Entry, Library
 from bitgraft.serving.metrics import Metrics
-from bitgraft.serving.predictions import best, decode, probabilities
+from bitgraft.serving.predictions import decode
 from bitgraft.serving.refusals import Refusal
 from bitgraft.serving.scheduler import Scheduler
+from bitgraft.serving.sessions import Sessions
 from bitgraft.serving.settings import Settings
+from bitgraft.workflows.prediction import best, probabilities, torch_scores
 
 DECODERS = 2  # threads; each holds one decoded image at a time
 Predictions = list[dict[str, Any]]
@@ -36,6 +38,9 @@ class Service(Protocol):
     def healthy(self) -> bool:
         return True
 
+    def ready(self) -> bool:
+        return self.healthy()
+
     def update_gauges(self) -> None:
         return
 
@@ -52,6 +57,7 @@ class Engine(Service):
             queue=settings.max_queue,
             total=settings.max_waiting,
         )
+        self.sessions = Sessions(library, budget=settings.memory_budget, pinned=settings.pin, enabled=settings.sessions)
         self._decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="bitgraft-decoder")
         self._decoding = 0
         self._watcher = threading.Thread(target=self._watch, name="bitgraft-watcher", daemon=True)
@@ -59,24 +65,28 @@ class Engine(Service):
     def start(self) -> None:
         self.library.net.to(self.settings.device)
         self.library.scan()
+        self.sessions.start()
         self.scheduler.start()
         self._watcher.start()
 
     def healthy(self) -> bool:
         return self.scheduler.alive
 
+    def ready(self) -> bool:
+        return self.healthy() and self.sessions.ready()
+
     async def predict(self, names: Sequence[str], images: Sequence[bytes], top: int) -> Predictions:
         """Every task's answers to every image. A request that cannot be answered whole is refused whole."""
         try:
-            with self.library.borrow(dict.fromkeys(names)) as entries:
-                self._check(len(entries), len(images))
-                decoded = await self._decode(entries, images)
-                futures = self.scheduler.submit(dict(zip(entries, zip(*decoded, strict=True), strict=True)))
-                return await asyncio.gather(*(self._answers(entry, futures[entry], top) for entry in entries))
+            entries = self.library.find(dict.fromkeys(names))
         except UnsafeNameError as problem:
             raise Refusal(400, str(problem)) from problem
         except UnknownTaskError as problem:
             raise Refusal(404, str(problem)) from problem
+        self._check(len(entries), len(images))
+        decoded = await self._decode(entries, images)
+        futures = self.scheduler.submit(dict(zip(entries, zip(*decoded, strict=True), strict=True)))
+        return await asyncio.gather(*(self._answers(entry, futures[entry], top) for entry in entries))
 
     def _check(self, tasks: int, images: int) -> None:
         """Refuse what would not fit into empty queues, or has too many before it."""
@@ -110,19 +120,27 @@ class Engine(Service):
 
     def _run(self, entry: Entry, images: list[Tensor]) -> list[Tensor]:
         """The probabilities of each image. Only the scheduler's thread calls this."""
-        net, began = self.library.net, time.perf_counter()
-        self.metrics.switches.inc(entry.inner not in net.resident)
-        batches = [image[None] for image in images] if self.settings.exact else [torch.stack(images)]
-        rows = [row for batch in batches for row in probabilities(net, entry.inner, batch.to(self.settings.device))]
+        began = time.perf_counter()
+        rows = list(probabilities(self._scores(entry, images)))
         self.metrics.computing.labels(entry.name).inc(time.perf_counter() - began)
         self.metrics.images.labels(entry.name).inc(len(images))
         self.metrics.batch.observe(len(images))
         return rows
 
+    def _scores(self, entry: Entry, images: list[Tensor]) -> Tensor:
+        """(N, classes), from the task's session or from PyTorch."""
+        session = self.sessions.get(entry, len(images))
+        if session is not None:
+            return session(torch.stack(images))
+        net = self.library.net
+        self.metrics.switches.inc(entry.inner not in net.resident)
+        batches = [image[None] for image in images] if self.settings.exact else [torch.stack(images)]
+        return torch.cat([torch_scores(net, entry.inner, batch.to(self.settings.device)) for batch in batches])
+
     async def tasks(self) -> dict[str, Any]:
         """The store as JSON."""
         library, errors = self.library, dict(self.library.errors)
-        rows = [{**entry.about, "resident": entry.inner in library.net.resident} for entry in library.tasks.values()]
+        rows = [self._row(entry) for entry in library.tasks.values()]
         for row in rows:
             if row["name"] in errors:  # the old version goes on
                 row["error"] = errors.pop(row["name"])
@@ -135,6 +153,12 @@ class Engine(Service):
             "separate_bytes": 4 * library.store.size.parameters * len(rows),
         }
 
+    def _row(self, entry: Entry) -> dict[str, Any]:
+        engine, reason = self.sessions.engine(entry), self.sessions.reasons.get(entry)
+        resident = engine == "onnxruntime" or entry.inner in self.library.net.resident
+        row = {**entry.about, "resident": resident, "engine": engine}
+        return row | ({"engine_reason": reason} if reason and self.settings.sessions else {})
+
     async def task(self, name: str) -> dict[str, Any]:
         """One task as JSON, layer by layer."""
         entry = self.library.tasks.get(name)
@@ -146,6 +170,8 @@ class Engine(Service):
         self.metrics.decoding.set(self._decoding)
         self.metrics.waiting.set(self.scheduler.waiting)
         self.metrics.resident.set(len(self.library.net.resident))
+        self.metrics.sessions.set(len(self.sessions))
+        self.metrics.session_bytes.set(self.sessions.nbytes)
         self.metrics.tasks.set(len(self.library.tasks))
         self.metrics.broken.set(len(self.library.errors))
 
@@ -153,4 +179,5 @@ class Engine(Service):
         while True:
             time.sleep(self.settings.poll)
             self.library.scan()
+            self.sessions.keep_pinned()
             self.update_gauges()

@@ -1,15 +1,15 @@
 """The tasks of a store in memory, kept in step with its folder.
 
-A loaded task never changes. A replaced file becomes another `Entry` under the same name, and requests accepted for the
-old one are still answered by it. A file that cannot be used changes nothing and is reported.
+A loaded task never changes. A replaced file becomes another `Entry` under the same name; the old one stays loaded while
+a request holds it. A file that cannot be used changes nothing and is reported.
 """
 
 import logging
 import os
 import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,9 @@ from bitgraft.errors import TaskError, UnknownTaskError
 from bitgraft.format.archive import pack_task
 from bitgraft.format.inspect import Inspection, accuracy, inspect_archive
 from bitgraft.network import Network
-from bitgraft.serving.predictions import preprocessing_of
 from bitgraft.store import SUFFIX, Store
 from bitgraft.task import check_name
+from bitgraft.workflows.prediction import preprocessing_of
 
 log = logging.getLogger("bitgraft.serving")
 
@@ -54,24 +54,21 @@ class Library:
         """Why a file is not served as it is now, by task name; "" is the folder itself."""
         self._seen: dict[str, Signature] = {}
         self._versions = 0
-        self._retired: list[Entry] = []
-        self._users: Counter[Entry] = Counter()
-        self._scanning, self._swapping = threading.Lock(), threading.Lock()
+        self._unused: list[str] = []  # versions whose entries are gone
+        self._scanning = threading.Lock()
         about = {"name": net.original, "method": "backbone", "bytes": 4 * store.size.parameters}
         self._own = Entry(net.original, net.original, None, preprocessing_of(net, net.original), about)
         self.tasks: Mapping[str, Entry] = {net.original: self._own}
 
-    @contextmanager
-    def borrow(self, names: Iterable[str]) -> Iterator[list[Entry]]:
-        """The tasks of these names as they are now; they stay loaded until the block ends."""
-        with self._swapping:
-            entries = [self._find(name) for name in names]
-            self._users.update(entries)
-        try:
-            yield entries
-        finally:
-            with self._swapping:
-                self._users.subtract(entries)
+    def find(self, names: Iterable[str]) -> list[Entry]:
+        """The tasks of these names as they are now."""
+        tasks = self.tasks
+        for name in names:
+            if name not in tasks:
+                check_name(name)
+                broken = f" (its file is broken: {self.errors[name]})" if name in self.errors else ""
+                raise UnknownTaskError(f"there is no task {name!r}{broken}; known are {', '.join(tasks)}")
+        return [tasks[name] for name in names]
 
     def scan(self) -> bool:
         """Load what was added, replaced or removed since the last scan; whether anything was."""
@@ -88,19 +85,12 @@ class Library:
                 again = changed | (self.errors.keys() & found.keys())  # a missing dependency may be here now
                 tasks = {name: entry for name, entry in self.tasks.items() if name in found or entry is self._own}
                 self._report(self._load(tasks, sorted(again), found))
-                self._seen = found
-                with self._swapping:
-                    self._retired += [entry for name, entry in self.tasks.items() if tasks.get(name) is not entry]
-                    self.tasks = dict(sorted(tasks.items()))
-            self._sweep()
+                self._seen, self.tasks = found, dict(sorted(tasks.items()))
+            for inner in list(self._unused):
+                with suppress(TaskError):  # another task builds on it
+                    self.net.remove_task(inner)
+                    self._unused.remove(inner)
             return new
-
-    def _find(self, name: str) -> Entry:
-        if name in self.tasks:
-            return self.tasks[name]
-        check_name(name)
-        broken = f" (its file is broken: {self.errors[name]})" if name in self.errors else ""
-        raise UnknownTaskError(f"there is no task {name!r}{broken}; known are {', '.join(self.tasks)}")
 
     def _load(self, tasks: dict[str, Entry], names: list[str], found: Mapping[str, Signature]) -> dict[str, str]:
         """Load files into `tasks`, dependencies first; returns what is wrong with the rest."""
@@ -111,6 +101,7 @@ class Library:
                 inner = f"v{self._versions}"
                 try:
                     tasks[name] = self._read(name, inner, found[name][0])
+                    weakref.finalize(tasks[name], self._unused.append, inner)
                 except Exception as problem:  # whatever a file makes the reader do, the others are served
                     if inner in self.net.tasks:
                         self.net.remove_task(inner)
@@ -141,16 +132,6 @@ class Library:
                 log.error("%s: %s", name or "store", text)
         self.errors = errors
 
-    def _sweep(self) -> None:
-        """Unload versions that no request uses and no other task builds on."""
-        with self._swapping:
-            unused = [entry for entry in self._retired if not self._users[entry]]
-        for entry in unused:
-            with suppress(TaskError):  # another task builds on it
-                self.net.remove_task(entry.inner)
-                self._retired.remove(entry)
-                self._users.pop(entry, None)
-
 
 def summary(name: str, found: Inspection, weights: int) -> dict[str, Any]:
     """A task in a list of tasks, as JSON; `weights` is how many of the backbone's a task can transform."""
@@ -163,6 +144,6 @@ def summary(name: str, found: Inspection, weights: int) -> dict[str, Any]:
         "accuracy": share,
         "measured_on": split,
         "bytes": found.size,
-        "bits_per_weight": 8 * (found.size - found.bytes["head"]) / weights,
+        "bits_per_weight": found.bits_per(weights),
         "density": found.density,
     }

@@ -44,6 +44,8 @@ class Metrics:
         self.decoding = gauge("bitgraft_decoding_images", "Images being decoded or waiting for it")
         self.waiting = gauge("bitgraft_waiting_images", "Images in queues")
         self.resident = gauge("bitgraft_resident_tasks", "Tasks whose weights are computed")
+        self.sessions = gauge("bitgraft_sessions", "Tasks that run in onnxruntime")
+        self.session_bytes = gauge("bitgraft_session_bytes", "Memory of their sessions")
         self.tasks = gauge("bitgraft_tasks", "Tasks served", "livemax")
         self.broken = gauge("bitgraft_broken_files", "Files not served", "livemax")
 

@@ -1,42 +1,16 @@
-"""From an image to a task's answers, the same in the service and in `bitgraft predict`."""
+"""A client's image: checked, then decoded; `bitgraft.workflows.prediction` has the rest of the way to an answer."""
 
 import io
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from bitgraft.backbone.tracing import logits
 from bitgraft.data.preprocessing import Preprocessing, evaluation_tensor
 from bitgraft.errors import DataError
-from bitgraft.network import Network
-from bitgraft.runtime.heads import stated_preprocessing
 from bitgraft.serving.refusals import Refusal
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # PIL decodes these itself; EPS, for one, runs another program
-
-
-def preprocessing_of(net: Network, task: str) -> Preprocessing:
-    own = task == net.original
-    stated = stated_preprocessing(net.backbone) if own else net.tasks[task].metadata.preprocessing
-    return Preprocessing.from_dict(stated)
-
-
-@torch.no_grad()
-def probabilities(net: Network, task: str, images: Tensor) -> Tensor:
-    """(N, classes), on the CPU."""
-    return logits(net(images, task=task)).float().softmax(1).cpu()
-
-
-def best(scores: Tensor, classes: Sequence[str] | None, top: int) -> list[dict[str, Any]]:
-    """The likeliest classes first, as {"class": name, "probability": number}."""
-    values, indices = scores.topk(min(top, len(scores)))
-    return [
-        {"class": classes[index] if classes else str(index), "probability": value}
-        for value, index in zip(values.tolist(), indices.tolist(), strict=True)
-    ]
 
 
 def decode(data: bytes, wanted: Sequence[Preprocessing], max_pixels: int, name: str = "the image") -> list[Tensor]:

@@ -82,6 +82,7 @@ class Scheduler:
                 for item, result in zip(items, results, strict=True):
                     item.result.set_result(result)
             self._pace += 0.1 * ((time.monotonic() - began) / len(items) - self._pace)
+            del task, items  # a task that was replaced is unloaded when nobody holds it
 
     def _next(self) -> tuple[Hashable, list[_Item]]:
         """The next batch, as soon as there is one."""

@@ -2,8 +2,12 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ByteSize, Field
+from pydantic import BaseModel, ByteSize, Field, ValidationError
+
+from bitgraft.errors import ServingError
+from bitgraft.runtime.engines import EngineName
 
 
 class Settings(BaseModel, frozen=True):
@@ -11,22 +15,35 @@ class Settings(BaseModel, frozen=True):
 
     store: Path
     host: str = "127.0.0.1"
-    port: int = 8000
-    workers: int = 1
-    threads: int = 0
-    memory_budget: ByteSize = ByteSize(2 * 10**9)
-    max_batch: int = 32
-    max_wait_ms: float = 5.0
-    max_queue: int = 64
-    max_upload: ByteSize = ByteSize(20 * 10**6)
-    max_pixels: int = 32 * 10**6
-    patience: float = 20.0
-    grace: float = 30.0
-    poll: float = 1.0
-    exact: bool = True
+    port: int = Field(8000, ge=0, le=65535)
+    workers: int = Field(1, ge=1)
+    threads: int = Field(0, ge=0)
+    memory_budget: ByteSize = Field(ByteSize(2 * 10**9), ge=0)
+    max_batch: int = Field(32, ge=1)
+    max_wait_ms: float = Field(5.0, ge=0)
+    max_queue: int = Field(64, ge=1)
+    max_upload: ByteSize = Field(ByteSize(20 * 10**6), ge=1)
+    max_pixels: int = Field(32 * 10**6, ge=1)
+    patience: float = Field(20.0, ge=0.1)
+    grace: float = Field(30.0, ge=0)
+    poll: float = Field(1.0, ge=0.05)
+    exact: bool = False
+    engine: EngineName = "auto"
+    pin: tuple[str, ...] = ()
     device: str = "cpu"
     keys: tuple[bytes, ...] = Field(default=(), repr=False)
     """Hashes of the API keys; empty: no key is needed."""
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as problem:
+            fault = problem.errors()[0]
+            sized = fault["type"].startswith("byte_size")
+            expected = "give a size, as in 2GB, 500MB or 1GiB" if sized else fault["msg"].replace("Input", "it", 1)
+            raise ServingError(f"{fault['loc'][0]} {fault['input']}: {expected}") from problem
+        if self.exact and self.engine == "onnxruntime":
+            raise ServingError("exact answers are PyTorch's: leave out --engine, or give --engine torch")
 
     @property
     def max_waiting(self) -> int:
@@ -37,6 +54,11 @@ class Settings(BaseModel, frozen=True):
     def max_reading(self) -> int:
         """Bytes of all requests that are being read."""
         return 8 * self.max_upload
+
+    @property
+    def sessions(self) -> bool:
+        """Busy tasks go over to onnxruntime."""
+        return self.engine != "torch" and not self.exact and self.device == "cpu"
 
     @property
     def threads_each(self) -> int:

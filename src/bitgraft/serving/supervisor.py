@@ -6,12 +6,14 @@ A worker that dies is replaced at once; meanwhile the others answer what waits i
 import asyncio
 import gc
 import logging
+import multiprocessing
 import os
 import signal
 import socket
 import sys
 import time
 import warnings
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
@@ -19,13 +21,15 @@ import uvicorn
 from PIL import Image
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from bitgraft.errors import ServingError
+from bitgraft.errors import ExportError, ServingError
+from bitgraft.runtime.engines import share_threads
 from bitgraft.serving.app import make_app
 from bitgraft.serving.engine import Engine
 from bitgraft.serving.library import Library
 from bitgraft.serving.metrics import forget_worker, share_folder
 from bitgraft.serving.settings import Settings
 from bitgraft.store import Store
+from bitgraft.workflows.prediction import task_session
 
 log = logging.getLogger("bitgraft.serving")
 CONNECTIONS = 1000
@@ -39,6 +43,8 @@ def serve(settings: Settings) -> int:
     torch.set_num_threads(1)  # a process that has run several threads cannot be forked
     library = open_library(settings)
     listener = _listen(settings)
+    if settings.sessions:
+        prepare_graphs(settings, library)
     with share_folder():
         _Supervisor(settings, library, listener).run()
     return 0
@@ -48,7 +54,40 @@ def open_library(settings: Settings) -> Library:
     store = Store(settings.store)
     library = Library(store, store.network(active=EVERY_TASK, memory=settings.memory_budget))
     library.scan()
+    if missing := [name for name in settings.pin if name not in library.tasks]:
+        raise ServingError(f"there is no task {missing[0]!r} to pin; the store has {', '.join(library.tasks)}")
     return library
+
+
+def prepare_graphs(settings: Settings, library: Library) -> None:
+    """Export the backbone's graph into the cache, unless it is there: in a process of its own, whose memory then goes.
+
+    Tasks that need other graphs than these get them later, beside the traffic.
+    """
+    receive, send = multiprocessing.Pipe(duplex=False)
+    shapes = {str((e.about["method"], e.preprocessing.size)): e.inner for e in library.tasks.values()}
+
+    def export() -> None:
+        for inner in shapes.values():
+            try:
+                task_session(library.net, inner)
+            except ExportError as problem:
+                send.send(str(problem))
+        send.send("")
+
+    process = multiprocessing.get_context("fork").Process(target=export)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # as for workers
+        process.start()
+    send.close()
+    reason = ""
+    with suppress(EOFError):  # it died
+        reason = receive.recv()
+    process.join()
+    if reason and settings.engine == "onnxruntime":
+        raise ServingError(f"the tasks cannot run on onnxruntime: {reason}")
+    if reason:
+        log.warning("tasks run on PyTorch: %s", reason)
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -115,6 +154,9 @@ def _work(settings: Settings, library: Library, listener: socket.socket) -> NoRe
             signal.signal(number, signal.SIG_DFL)
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         torch.set_num_threads(settings.threads_each)
+        if settings.sessions:
+            with suppress(ExportError):  # without onnxruntime each task gets that as its reason
+                share_threads()
         asyncio.run(_serve(settings, library, listener))
         code = 0
     except BaseException:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bitgraft.errors import SharingError
+from bitgraft.errors import SharingError, how_to_install
 
 PREFIX = "hf:"
 REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
@@ -48,7 +48,7 @@ def _api(repo: str) -> Iterator[Any]:
         from huggingface_hub import HfApi, errors
     except ImportError as cause:
         raise SharingError(
-            f"the Hub needs huggingface_hub, which cannot be imported ({cause}): pip install 'bitgraft[hub]'"
+            f"the Hub needs huggingface_hub, which cannot be imported ({cause}): {how_to_install('hub')}"
         ) from cause
     try:
         yield HfApi(library_name="bitgraft")

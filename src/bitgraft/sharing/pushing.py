@@ -28,7 +28,7 @@ A task for the frozen network `{backbone}`, as one [safetensors](https://github.
 ## Use it
 
 ```sh
-pip install 'bitgraft[hub]'
+pip install '.[hub]'    # in a clone of bitgraft
 bitgraft pull hf:{repo} --task {task} --backbone {backbone}
 bitgraft predict photo.jpg --task {task}
 ```
@@ -54,7 +54,7 @@ def push(
 def model_card(store: Store, task: str, repo: str, archive: Archive, size: int, licence: str | None = None) -> str:
     """README.md for a task's repository, from what its file says."""
     backbone, metadata = store.backbone.name, archive.metadata
-    bits = 8 * (size - inspect_archive(archive, size).bytes["head"]) / store.size.weights
+    bits = inspect_archive(archive, size).bits_per(store.size.weights)
     split, share = accuracy(archive.metrics)
     rows = {
         "method": metadata.method,

@@ -2,11 +2,25 @@
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from bitgraft.backbone.files import write_atomically
-from bitgraft.errors import TrainingError
+from bitgraft.errors import TrainingError, how_to_install
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run is going to do, before its first step."""
+
+    tasks: list[str]
+    epochs: int
+    """Of the whole run, those that are done already included."""
+    steps_per_epoch: int
+    done_epochs: int
+    seconds_per_step: float | None
+    """About; None where it was not measured."""
 
 
 class Callback(Protocol):
@@ -14,7 +28,7 @@ class Callback(Protocol):
 
     # each body returns: mypy takes an empty one for abstract
 
-    def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
+    def begin(self, plan: Plan) -> None:
         return
 
     def step(self, epoch: int, step: int, images: int) -> None:
@@ -38,10 +52,10 @@ class JsonLines(Callback):
         self.path = path
         self.records: list[dict[str, Any]] = []
 
-    def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
-        if done_epochs and self.path.exists():
+    def begin(self, plan: Plan) -> None:
+        if plan.done_epochs and self.path.exists():
             lines = self.path.read_text().splitlines()
-            self.records = [json.loads(line) for line in lines[:done_epochs]]
+            self.records = [json.loads(line) for line in lines[: plan.done_epochs]]
 
     def epoch(self, record: dict[str, Any]) -> None:
         self.records.append(record)
@@ -61,7 +75,7 @@ class Clock(Callback):
     def _restart(self) -> None:
         self._since, self._processor_since = time.perf_counter(), time.process_time()
 
-    def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
+    def begin(self, plan: Plan) -> None:
         self._restart()
 
     def step(self, epoch: int, step: int, images: int) -> None:
@@ -87,13 +101,13 @@ class TensorBoard(Callback):
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as cause:
             raise TrainingError(
-                "TensorBoard is not installed: pip install 'bitgraft[tensorboard]', or leave out --tensorboard"
+                f"TensorBoard is not installed: {how_to_install('tensorboard')}, or leave out --tensorboard"
             ) from cause
         self._open, self.folder = SummaryWriter, folder
         self._writer: Any = None
 
-    def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
-        self._writer = self._open(str(self.folder), purge_step=done_epochs + 1)
+    def begin(self, plan: Plan) -> None:
+        self._writer = self._open(str(self.folder), purge_step=plan.done_epochs + 1)
 
     def epoch(self, record: dict[str, Any]) -> None:
         for name, value in record.items():

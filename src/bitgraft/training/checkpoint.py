@@ -16,6 +16,8 @@ from bitgraft.training.config import Config
 from bitgraft.training.learner import Learner, Values
 from bitgraft.training.processes import gathered, random_state, set_random_state
 
+FEWEST = 10  # epochs of patience, where it is a share of the run: the last ones, at low rates, are often the best
+
 
 @dataclass
 class Position:
@@ -26,20 +28,29 @@ class Position:
     step: int = 0
     epochs_done: int = 0
     """Over all phases; batches and augmentation are drawn from it."""
+    epochs: int = 0
+    """Of the whole run, as planned at its start: what a resumed one keeps to."""
 
 
 @dataclass
 class Result:
     history: list[dict[str, Any]] = field(default_factory=list)
     """One record for each epoch."""
+    start: dict[str, Any] | None = None
+    """The record of the head start, where there was one: a linear probe with norm statistics of its own."""
     best: dict[str, Any] | None = None
-    """The record of the best epoch on validation."""
+    """The record of the best epoch on validation; epoch 0 is the head start."""
     best_tasks: Values | None = None
     """What the tasks held then, and the weights that they learn together; given when the run is over."""
 
-    def hopeful(self, epochs_done: int, patience: int | None) -> bool:
-        """Whether a better epoch may still come: less than `patience` epochs have passed since the best one."""
-        return patience is None or self.best is None or epochs_done - self.best["epoch"] < patience
+    def hopeful(self, at: Position, config: Config) -> bool:
+        """Whether a better epoch may still come: less than `patience` epochs have passed since the best one, or since
+        masks were formed."""
+        if config.patience is None or self.best is None:
+            return True
+        since = max(self.best["epoch"], config.anneal_masks * at.epochs)
+        patience = config.patience if config.patience >= 1 else max(FEWEST, config.patience * at.epochs)
+        return bool(at.epochs_done - since < patience)
 
     def is_better(self, record: Mapping[str, Any]) -> bool:
         """Whether a record beats the best one so far, by accuracy and then by loss."""

@@ -9,12 +9,13 @@ from accelerate import Accelerator
 
 from bitgraft.errors import TrainingError
 from bitgraft.network import Network
+from bitgraft.training.inputs import to_evaluate
 from bitgraft.training.learner import Objective
 from bitgraft.training.loader import Loader, loader, to_device
 
 
 @torch.no_grad()
-def evaluate(
+def measure(
     net: Network, task: str, batches: Loader, objective: Objective, accelerator: Accelerator
 ) -> dict[str, float]:
     """Loss and accuracy over all processes, in evaluation mode."""
@@ -41,16 +42,24 @@ def validate(
     net: Network, loaders: Mapping[str, Loader], objective: Objective, accelerator: Accelerator
 ) -> dict[str, Any]:
     """What a record says of validation: the mean over the tasks that have such data, and each by itself if several."""
-    scores = {name: evaluate(net, name, batches, objective, accelerator) for name, batches in loaders.items()}
+    scores = {name: measure(net, name, batches, objective, accelerator) for name, batches in loaders.items()}
     if not scores:
         return {}
     mean = {f"val_{what}": sum(s[what] for s in scores.values()) / len(scores) for what in ("loss", "accuracy")}
     return mean if len(scores) == 1 else {**mean, "by_task": scores}
 
 
-def score(net: Network, task: str, data: Any, *, batch: int = 128, workers: int = 0) -> dict[str, float]:
-    """Loss and accuracy of a task on a Dataset of (image, label)."""
-    accelerator = Accelerator()
-    batches = loader(data, "test", task, batch, accelerator, workers, pad=False)
+def evaluate(
+    net: Network, task: str, data: Any, *, split: str = "test", batch: int = 128, workers: int = 0
+) -> dict[str, float]:
+    """Loss and accuracy of a task.
+
+    Args:
+        data: a folder of images, what `open_data` gives, a Dataset of (image, label) with tensors or PIL images, or a
+            DataLoader over one.
+        split: of a folder, which of its images: "train", "val" or "test".
+    """
+    accelerator, held = Accelerator(), net._added(task)
+    batches = loader(to_evaluate(held, data, split), "test", task, batch, accelerator, workers, pad=False)
     net.to(accelerator.device)
-    return evaluate(net, task, batches, Objective([net.tasks[task]]), accelerator)
+    return measure(net, task, batches, Objective([held]), accelerator)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from bitgraft.network import Network
 from bitgraft.runtime.task_module import TaskModule
 from bitgraft.training.config import Config
+from bitgraft.training.inputs import check_labels
 from bitgraft.training.learner import Objective
 from bitgraft.training.loader import Batches, Part, loader, to_device
 from bitgraft.training.mean_shift_correction import Inputs, levelled
@@ -48,6 +49,8 @@ def begin(
             objective.check(name, labels, in_order.what)
         if looks := gathered_in_main(seen, accelerator):
             seen = _merged(looks, in_order.batches)
+            if seen.labels and objective.loss is None:
+                check_labels(task, torch.cat(seen.labels).tolist())
             fit_head(net, name, seen, device)
         means = from_main(seen.means, accelerator)
         task.correct_mean_shift({weight: mean.to(device) for weight, mean in means.items()})

@@ -15,7 +15,7 @@ from bitgraft.network import Network
 from bitgraft.task import Task
 from bitgraft.training import cpu
 from bitgraft.training.joint import SHARED, Shared, shared_weights
-from bitgraft.training.loader import Turns
+from bitgraft.training.loader import Turn, Turns, to_device
 from bitgraft.training.processes import gathered, random_state, set_random_state
 
 Loss = Callable[[Any, Any], Tensor]
@@ -66,6 +66,7 @@ class Learner(nn.Module):
         """Leave tasks to normalise as they would without us, and the backbone out of reach."""
         for task in self.tasks.values():
             task.holds_statistics = False
+            task.set_hardness(1.0)
             cpu.set_channels_last(task, False)
             task._fold_mean_shift()
         if self.shared is not None:
@@ -157,12 +158,21 @@ def distributed(learner: Learner, turns: Turns, objective: Objective, accelerato
 
 def _unused(learner: Learner, turns: Turns, objective: Objective, accelerator: Accelerator) -> bool:
     """Some parameter gets no gradient from the first images: a layer of the backbone never runs. Nothing is changed."""
-    turn, device = next(turns.from_step(0, 0)), accelerator.device
-    images, targets = (tensor[:2].to(device) for tensor in turn.batch)
+    return trial_step(learner, next(turns.from_step(0, 0)), objective, accelerator, images=2)
+
+
+def trial_step(
+    learner: Learner, turn: Turn, objective: Objective, accelerator: Accelerator, images: int | None = None
+) -> bool:
+    """A step of which nothing stays, on these first images; whether some parameter got no gradient."""
+    device = accelerator.device
+    objective.check(turn.task, turn.batch[1], turn.what)
+    inputs, targets = (tensor[:images].to(device) for tensor in turn.batch)
     task, randomness = learner.tasks[turn.task].train(), random_state(device)
     held, task.holds_statistics = task.holds_statistics, True
     with accelerator.autocast():
-        objective(task.name, learner(images, task.name), targets).backward()  # type: ignore[no-untyped-call]
+        loss = objective(task.name, learner(to_device(inputs, device), task.name), targets)
+    loss.backward()  # type: ignore[no-untyped-call]
     task.holds_statistics = held
     set_random_state(randomness, device)
     found = any(parameter.grad is None for _, parameter in learner.roles())

@@ -111,6 +111,7 @@ class Loader:
             batch_sampler=batches,
             num_workers=workers,
             pin_memory=device.type == "cuda",
+            collate_fn=getattr(data, "collate_fn", None),
             generator=torch.Generator(),  # its own: each pass draws a number, which must not move the network's
         )
 

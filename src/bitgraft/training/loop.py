@@ -10,26 +10,23 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from bitgraft.errors import TrainingError
+from bitgraft.errors import StoppedError, TrainingError
 from bitgraft.methods import registry
 from bitgraft.network import Network
-from bitgraft.training import checkpoint, cpu, optimizers
+from bitgraft.training import budget, checkpoint, cpu, optimizers
 from bitgraft.training.callbacks import Callback
 from bitgraft.training.checkpoint import Position, Result, State, of_task
 from bitgraft.training.config import Config
 from bitgraft.training.evaluation import validate
 from bitgraft.training.init import begin
+from bitgraft.training.inputs import prepared
 from bitgraft.training.learner import Learner, Loss, Objective, Values, distributed, takes_batch_statistics, trainable
 from bitgraft.training.loader import Turn, Turns, loader, to_device
-from bitgraft.training.presets import preset
-from bitgraft.training.processes import check_supported, from_main, gathered
-from bitgraft.training.sync_bn import over_processes
+from bitgraft.training.processes import check_supported, from_main, gathered, seeded
+from bitgraft.training.progress import with_progress
+from bitgraft.training.sync_bn import over_processes, single_values_explained
 
 CHECK_EVERY = 50  # steps between looks at the loss, where each waits for the device or for other processes
-
-
-class StoppedError(TrainingError):
-    """The run was asked to stop, and can be resumed."""
 
 
 def fit(
@@ -47,13 +44,15 @@ def fit(
     accelerator: Accelerator | None = None,
     checkpoint_every: float = 60.0,
     stop: Callable[[], bool] = lambda: False,
+    progress: bool | None = None,
 ) -> Result:
     """Train one task, or several in turns; with a joint method, what they share of the backbone learns along.
 
     Args:
-        train: a Dataset of (image, label); for a list of tasks, a mapping from their names.
-        val: likewise, for accuracy after each epoch and for keeping the best one.
-        config: by default the `quick` preset, with the rates of the (first) task's method.
+        train: a folder of images, what `open_data` gives, a Dataset of (image, label) with tensors or PIL images, or a
+            DataLoader over one; for a list of tasks, a mapping from their names.
+        val: likewise, for accuracy after each epoch and for keeping the best one; by default the folder's own.
+        config: what to change in the preset that the (first) task was added with.
         loss: in place of cross entropy, for heads that do not classify.
         folder: where checkpoints go; none are written without one.
         resume: go on from the checkpoint there.
@@ -62,24 +61,20 @@ def fit(
         accelerator: yours, where you have one; it says which device, how many processes, what precision.
         checkpoint_every: seconds between checkpoints within an epoch; each epoch ends with one.
         stop: asked after each step; when it says so, the state is saved and `StoppedError` raised.
+        progress: show how it goes; by default in a terminal or a notebook.
     """
     if isinstance(task, str):
         task, train, val = [task], {task: train}, {task: val}
-    accelerator = accelerator or Accelerator()
-    check_supported(accelerator)
-    config = config or preset("quick", trainable(net, task[0]).metadata.method)
+    check_supported(accelerator := accelerator or Accelerator())
+    tasks = [trainable(net, name) for name in task]
+    train, val, config, workers = prepared(tasks, train, val or {}, config, workers, labelled=loss is None)
+    callbacks = with_progress(callbacks, progress, accelerator.is_main_process)
     run = _Run(net, list(task), config, accelerator, loss, Path(folder) / "state.pt" if folder is not None else None)
     run.callbacks, run.stop, run.checkpoint_every = callbacks, stop, checkpoint_every
     try:
-        run.load_data(train, val or {}, workers)
-        return run.go(resume)
-    except ValueError as cause:
-        if "more than 1 value per channel" not in str(cause):
-            raise
-        raise TrainingError(
-            "batch norm cannot take statistics of a single value: train with a batch of at least 2 images, or with "
-            "statistics='kept'"
-        ) from cause
+        run.load_data(train, val, workers)
+        with single_values_explained(), seeded(config.seed, accelerator.device):
+            return run.go(resume)
     finally:
         run.learner.release()
         for callback in callbacks:
@@ -142,13 +137,18 @@ class _Run:
             for name, data in self.data.items():
                 begin(self.net, name, data, self.objective, self.config, self.accelerator, self.workers)
             self._check_finite("what the task starts from is not finite", range(len(self.turns)))
+        plan = budget.plan(
+            self.config, self.phases, self.learner, self.turns, self.objective, self.at, self.accelerator
+        )
+        if state is None:
+            self._record_start()
         self.model = distributed(self.learner, self.turns, self.objective, self.accelerator)
         for callback in self.callbacks:
-            callback.begin(list(self.tasks), sum(map(self._epochs, self.phases)), len(self.turns), self.at.epochs_done)
+            callback.begin(plan)
         for phase in range(self.at.phase, len(self.phases)):
             self._run_phase(state)
             state = None
-            self.at = Position(phase + 1, epochs_done=self.at.epochs_done)
+            self.at = Position(phase + 1, epochs_done=self.at.epochs_done, epochs=self.at.epochs)
         self._finish()
         return self.result
 
@@ -162,13 +162,13 @@ class _Run:
         if state is not None and state.optimizers:
             for optimizer, held in zip(self.optimizers, state.optimizers, strict=True):
                 optimizer.load_state_dict(held)
-        epochs = self._epochs(phase)
-        while self.at.epoch < epochs and self.result.hopeful(self.at.epochs_done, self.config.patience):
+        epochs = budget.share_of(self.at.epochs, phase, self.phases)
+        while self.at.epoch < epochs and self.result.hopeful(self.at, self.config):
             self._run_epoch(phase, epochs)
             record = self._record()
             for callback in self.callbacks:
                 callback.epoch(record)
-            self.at = Position(self.at.phase, self.at.epoch + 1, 0, self.at.epochs_done + 1)
+            self.at = Position(self.at.phase, self.at.epoch + 1, 0, self.at.epochs_done + 1, self.at.epochs)
             self._save()
 
     def _run_epoch(self, phase: registry.Phase, epochs: int) -> None:
@@ -180,6 +180,9 @@ class _Run:
         for index, turn in enumerate(self.turns.from_step(self.at.epochs_done, self.at.step), self.at.step):
             factor = optimizers.rate_factor(self.config, phase, self.at.epoch * count + index, count, epochs)
             optimizers.set_rates(self.optimizers, factor)
+            hardness = optimizers.hardness(self.config, self.at.epoch * count + index, count * epochs)
+            for task in self.tasks.values():
+                task.set_hardness(hardness)
             self._step(turn)
             self.at.step = index + 1
             for callback in self.callbacks:
@@ -272,9 +275,13 @@ class _Run:
             task.metrics = {"last": last, "best": best, "kept": self.config.keep}
         self.net.joint = False  # from here on it is a backbone like any other
 
-    def _epochs(self, phase: registry.Phase) -> int:
-        each = len(self.turns) / len(self.tasks)  # together tasks see as many images as they would apart
-        return optimizers.epochs_of(self.config, phase, self.phases, each)
+    def _record_start(self) -> None:
+        """The head start is epoch 0: a run that comes to nothing better ends as that. A method that prunes has none."""
+        if self.val and self.config.head_init and len(self.phases) == 1:
+            self.good = self.learner.values()
+            validated = validate(self.net, self.val, self.objective, self.accelerator)
+            self.result.start = self.result.best = {"epoch": 0, "phase": 1, **validated}
+            self.best = self.good
 
     def _save(self) -> None:
         self.saved_at = time.monotonic()

@@ -12,11 +12,13 @@ from bitgraft.task import Task
 
 
 def levelled(task: Task) -> list[str]:
-    """The weights of convolutions that feed a norm layer of the task's own, which has a bias and running statistics."""
+    """The weights that the task changes of convolutions that feed a norm layer of its own, with bias and statistics."""
+    changed = {*task.transforms, *task.owned, *task.shared}
     return [
         name
         for name, weight in task.anatomy.weights.items()
-        if weight.kind == "conv"
+        if name in changed
+        and weight.kind == "conv"
         and weight.feeds is not None
         and all(f"{weight.feeds}.{part}" in task.owned for part in ("weight", "bias", "running_var"))
     ]

@@ -49,17 +49,9 @@ def phases_of(method: Method, config: Config) -> tuple[Phase, ...]:
     return tuple(replace(phase, rate=None, drop_after=None) for phase in method.phases)
 
 
-def epochs_of(config: Config, phase: Phase, phases: Sequence[Phase], steps_per_epoch: float) -> int:
-    """The protocol's epochs, shared out between phases in the proportion of their own."""
-    whole = config.epochs_of(steps_per_epoch)
-    if phase.epochs is None:
-        return whole
-    return max(1, round(whole * phase.epochs / sum(one.epochs or 0 for one in phases)))
-
-
 def rate_factor(config: Config, phase: Phase, step: int, steps_per_epoch: int, epochs: int) -> float:
     """What every rate is multiplied by at a step of a phase."""
-    warm = config.warmup * steps_per_epoch
+    warm = config.warmup * steps_per_epoch * epochs
     if step < warm:
         return (step + 1) / warm
     drop_after: float | None = config.drop_after
@@ -70,6 +62,12 @@ def rate_factor(config: Config, phase: Phase, step: int, steps_per_epoch: int, e
     if config.schedule == "constant":
         return 1.0
     return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1.0, epochs * steps_per_epoch - warm)))
+
+
+def hardness(config: Config, step: int, steps: int) -> float:
+    """How far masks have formed at a step of a run of so many."""
+    forming = config.anneal_masks * steps
+    return min(1.0, (step + 1) / forming) if forming else 1.0
 
 
 def set_rates(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> None:

@@ -6,16 +6,50 @@ from typing import Any
 from bitgraft.errors import TrainingError
 from bitgraft.training.config import ROLES, Config
 
-IMAGENET_TO_SKETCH = Config(size=224, crop="random-resized")
-DECATHLON = Config(epochs=60, drop_after=45, size=64, resize=72)
-UNCORRECTED = Config(
+PAPER = Config(
+    epochs=30,
+    steps=None,
+    minutes=None,
+    batch=32,
+    accumulate=1,
+    rates=dict.fromkeys(ROLES, 1e-4) | {"head": 1e-3},
+    optimizers=dict.fromkeys(ROLES, "adam") | {"head": "sgd"},
+    momentum=0.9,
+    eps=1e-8,
+    weight_decay={},
+    schedule="step",
+    drop_after=15,
+    warmup=0.0,
+    own_pace=True,
+    label_smoothing=0.0,
+    class_weights=None,
+    scale_k2_by_r=0.0,
+    anneal_masks=0.0,
+    gradient_centralization=False,
+    mean_shift_correction=False,
+    clip_to_ema_norm=False,
+    statistics="batch",
+    head_init=False,
+    patience=None,
+    keep="last",
+    size=None,
+    resize=None,
+    crop="random",
+    squash=False,
+    flip=None,
+    seed=0,
+)
+"""What the paper's two protocols share. Every setting is stated here; the other presets change some."""
+IMAGENET_TO_SKETCH = PAPER.changed(size=224, crop="random-resized")
+DECATHLON = PAPER.changed(epochs=60, drop_after=45, size=64, resize=72)
+UNCORRECTED = PAPER.changed(
     steps=250,
     rates={"scores": 1e-3, "k": 1e-3, "k1": 1e-4, "weights": 1e-3, "norms": 1e-3, "head": 1e-3},
     optimizers=dict.fromkeys(ROLES, "adam"),
     eps=1e-12,
     schedule="cosine",
     drop_after=None,
-    warmup=1.0,
+    warmup=0.1,
     scale_k2_by_r=1e-3,
     gradient_centralization=True,
     clip_to_ema_norm=True,
@@ -24,6 +58,9 @@ UNCORRECTED = Config(
 )
 """What `quick` was before levelling: the tables of docs/results that have every method were made with it."""
 QUICK = UNCORRECTED.changed(rates={"scores": 2e-3, "weights": 2e-3}, mean_shift_correction=True, label_smoothing=0.1)
+
+DEFAULT = QUICK.changed(steps="auto", keep="best", patience=0.5)
+"""As long as the data asks for, and never below the linear probe that it starts from."""
 
 
 def _uncorrected(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,23 +82,20 @@ _RATES: Mapping[str, Mapping[str, Any]] = {
     "classifier": {},
     "lora": {},
 }
+_MASKS: Mapping[str, Any] = {"rates": {"scores": 4e-3, "k": 3e-3}, "eps": 2e-3, "anneal_masks": 0.6}
+_CORRECTED: Mapping[str, Mapping[str, Any]] = {
+    **{method: _uncorrected(given) for method, given in _RATES.items()},
+    "full": _MASKS,
+    "simple": _MASKS,
+    "piggyback-bn": {"rates": {"scores": 5e-4}},
+}
 BY_METHOD: Mapping[tuple[str, str], Mapping[str, Any]] = {
     **{("quick-uncorrected", method): given for method, given in _RATES.items()},
-    **{("quick", method): _uncorrected(given) for method, given in _RATES.items()},
-    **{("quick", method): {"rates": {"scores": 4e-3, "k": 3e-3}, "eps": 2e-3} for method in ("full", "simple")},
-    ("quick", "piggyback-bn"): {"rates": {"scores": 5e-4}},
+    **{(name, method): given for name in ("default", "quick") for method, given in _CORRECTED.items()},
 }
 """(preset, method) -> what that method has otherwise; docs/results/quick.md has the grid it was chosen from."""
-_OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "full": {"per": "channel"},
-    "simple": {"per": "channel"},
-    "packnet": {"keep": 0.75},
-}
-OPTIONS: Mapping[tuple[str, str], Mapping[str, Any]] = {
-    (name, method): given for name in ("quick", "quick-uncorrected") for method, given in _OPTIONS.items()
-}
-"""(preset, method) -> the method's options, where the protocol has others than the method."""
 PRESETS = {
+    "default": DEFAULT,
     "quick": QUICK,
     "quick-uncorrected": UNCORRECTED,
     "imagenet-to-sketch": IMAGENET_TO_SKETCH,
@@ -79,8 +113,3 @@ def preset(name: str, method: str = "full") -> Config:
 def for_method(config: Config, preset: str, method: str) -> Config:
     """A protocol's settings with those that it has for a method in their place."""
     return config.changed(**BY_METHOD.get((preset, method), {}))
-
-
-def preset_options(name: str, method: str) -> dict[str, Any]:
-    """The options that a protocol gives a method: for `net.add_task(..., **preset_options("quick", "full"))`."""
-    return dict(OPTIONS.get((name, method), {}))

@@ -1,5 +1,7 @@
 """Several processes, one run: what they must hold in common, and what each keeps to itself."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -60,6 +62,17 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"])
     if device.type != "cpu" and "device" in state:
         _device_module(device).set_rng_state(state["device"], device)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Dropout and the like by a seed; the caller's random numbers go on afterwards as if nothing had been."""
+    before = random_state(device)
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        set_random_state(before, device)
 
 
 def _device_module(device: torch.device) -> Any:

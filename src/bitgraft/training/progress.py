@@ -1,13 +1,14 @@
 """Progress for people: a live bar in a terminal, plain lines elsewhere."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from bitgraft.training.callbacks import Callback
+from bitgraft.training.callbacks import Callback, Plan
 
 QUIET = 30.0  # seconds without a line, where there is no bar, until one says how the epoch goes
 
@@ -15,8 +16,8 @@ QUIET = 30.0  # seconds without a line, where there is no bar, until one says ho
 class Progress(Callback):
     """Epochs, time left, images per second, loss and accuracy."""
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    def __init__(self, console: Console, setting: str = "--steps ") -> None:
+        self.console, self._setting = console, setting
         self._bars = Bars(
             SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
@@ -31,12 +32,17 @@ class Progress(Callback):
             disable=not console.is_terminal,
         )
 
-    def begin(self, tasks: list[str], epochs: int, steps_per_epoch: int, done_epochs: int) -> None:
-        self._epochs, self._steps, self._images, self._done = epochs, steps_per_epoch, 0, done_epochs
+    def begin(self, plan: Plan) -> None:
+        epochs, done = plan.epochs, plan.done_epochs
+        self._epochs, self._steps, self._images, self._done = epochs, plan.steps_per_epoch, 0, done
+        steps = epochs * plan.steps_per_epoch
+        if plan.seconds_per_step is not None:
+            seconds = (steps - done * plan.steps_per_epoch) * plan.seconds_per_step
+            longer = f"; twice as many ({self._setting}{2 * steps}) would take {spelled(2 * seconds)}"
+            self._say(f"{epochs} epochs, {steps:,} steps: about {spelled(seconds)}{'' if done else longer}")
         self._since = self._began = self._spoke = time.monotonic()
-        fields: dict[str, Any] = {"epoch": min(done_epochs + 1, epochs), "epochs": epochs, "rate": "", "seen": ""}
-        total, completed = epochs * steps_per_epoch, done_epochs * steps_per_epoch
-        self._bar = self._bars.add_task(", ".join(tasks), total=total, completed=completed, **fields)
+        fields: dict[str, Any] = {"epoch": min(done + 1, epochs), "epochs": epochs, "rate": "", "seen": ""}
+        self._bar = self._bars.add_task(", ".join(plan.tasks), total=steps, completed=done * self._steps, **fields)
         self._bars.start()
 
     def step(self, epoch: int, step: int, images: int) -> None:
@@ -74,6 +80,13 @@ class Progress(Callback):
 
     def _rate(self) -> str:
         return f"{self._images / max(1e-9, time.monotonic() - self._since):.0f} images/s"
+
+
+def with_progress(callbacks: Sequence[Callback], wanted: bool | None, main: bool) -> list[Callback]:
+    """These and a bar in the main process, if it is wanted; without a word, in a terminal or a notebook."""
+    console = Console()
+    seen = console.is_terminal or console.is_jupyter if wanted is None else wanted
+    return [*callbacks, Progress(console, "steps=")] if seen and main else list(callbacks)
 
 
 def spelled(seconds: float) -> str:

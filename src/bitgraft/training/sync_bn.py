@@ -4,13 +4,16 @@
 training mode, from whatever module, takes its mean and variance over all processes.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+
+from bitgraft.errors import TrainingError
 
 
 class synchronised(TorchFunctionMode):  # noqa: N801 - used as a context manager, like torch.no_grad
@@ -78,3 +81,17 @@ def _batch_norm(
     shift = -mean * scale if bias is None else bias - mean * scale
     normed: Tensor = wide * scale.view(shape) + shift.view(shape)
     return normed.to(input.dtype)
+
+
+@contextmanager
+def single_values_explained() -> Iterator[None]:
+    """PyTorch's own error, with what to do."""
+    try:
+        yield
+    except ValueError as cause:
+        if "more than 1 value per channel" not in str(cause):
+            raise
+        raise TrainingError(
+            "batch norm cannot take statistics of a single value: train with a batch of at least 2 images, or with "
+            "statistics='kept'"
+        ) from cause

@@ -41,6 +41,8 @@ class Operands:
     threshold: float = 0.0
     surrogate: Surrogate = "identity"
     k2_scaled_by_r: bool = False
+    hardness: float = 1.0
+    """Below 1, while it learns, W~ is mixed from this share of itself and the rest of W + R (`Masked.hardness`)."""
     channels_last: bool = False
     """Give W~ of a convolution with the channels last, whatever W has."""
     out: Tensor | None = None
@@ -83,6 +85,8 @@ class LearnedAffine(torch.autograd.Function):
     def forward(ctx: Any, scores: Tensor, k: Tensor, one: Operands, found: list[Tensor]) -> Tensor:
         ctx.save_for_backward(scores, k, one.weight)
         ctx.one = one
+        if (soft := 1 - one.hardness) > 0:
+            found[0].mul_(one.hardness).add_(one.weight, alpha=soft).add_(scores - one.threshold, alpha=soft)
         return found[0]
 
     @staticmethod
@@ -98,6 +102,9 @@ class LearnedAffine(torch.autograd.Function):
         to_scores = through_surrogate(to_mask, scores, one.threshold, one.surrogate).to(scores.dtype)
         if one.k2_scaled_by_r:  # as if R itself were added: else Adam's moments would lag behind a k2 that grows
             to_scores.div_(k[2])
+        if (soft := 1 - one.hardness) > 0:
+            to_scores.mul_(one.hardness).add_(grad, alpha=soft)
+            to_k.mul_(one.hardness)
         return to_scores, to_k, None, None
 
 

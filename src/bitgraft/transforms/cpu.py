@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bitgraft.transforms.affine import Operands
-from bitgraft.transforms.kernels import compiled, run
+from bitgraft.transforms.kernels import compiled, run, shares
 
 PIECE = 1 << 17  # elements at most that a thread takes at a time: memory is read faster in long stretches
 SHARES = 8  # pieces of a weight at least, unless they would be short, so that threads have a share each
@@ -43,7 +43,8 @@ def affine(given: Sequence[Operands]) -> list[Tensor]:
         else:
             scores = _rows([one.mask], k, places)[0]
             ours = from_scores, scores, weight, k, np.float32(one.threshold), to, places
-        pieces += [(*ours, *some) for some in _ranges(weight)]
+        piece = min(PIECE, max(PIECE // 16, weight.size // SHARES))
+        pieces += [(*ours, *some) for some in _ranges(weight, piece)]
         outs.append(out)
     run(pieces)
     return outs
@@ -55,7 +56,7 @@ def gradients(grad: Tensor, one: Operands) -> tuple[Tensor, Tensor]:
     g, weight, scores, to = _rows([grad, one.weight, one.mask, out], k, places)
     sums = torch.zeros(len(weight), 4, dtype=torch.float64)
     ours = g, weight, scores, k, np.float32(one.threshold), to, sums.numpy(), places
-    run((to_mask_and_k, *ours, *some) for some in _ranges(weight))
+    run((to_mask_and_k, *ours, *some) for some in _ranges(weight, -(-weight.size // shares())))
     whole = sums if k.shape[1] > 1 else sums.sum(0, keepdim=True)
     return out, whole.t().reshape(one.k.shape).to(one.k.dtype)
 
@@ -84,10 +85,10 @@ def _places(weight: Tensor, other: Tensor) -> int:
     return weight[0, 0].numel() if other.stride() != weight.stride() else 1
 
 
-def _ranges(weight: NDArray[Any]) -> Iterator[tuple[int, int]]:
-    """The rows of each piece: from the first up to the last."""
+def _ranges(weight: NDArray[Any], piece: int) -> Iterator[tuple[int, int]]:
+    """The rows of each piece of about so many elements: from the first up to the last."""
     rows, length = weight.shape
-    step = max(1, min(PIECE, max(PIECE // 16, weight.size // SHARES)) // max(1, length))
+    step = max(1, piece // max(1, length))
     return ((first, min(first + step, rows)) for first in range(0, rows, step))
 
 

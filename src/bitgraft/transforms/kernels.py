@@ -56,6 +56,12 @@ def compiled(signature: str, **flags: Any) -> Callable[[Any], Any]:
     return decorate
 
 
+def shares() -> int:
+    """Pieces of work that takes less than a millisecond or so: PyTorch's own threads spin for as long after theirs, and
+    would keep as many of ours waiting."""
+    return max(1, torch.get_num_threads() // 2)
+
+
 def run(pieces: Iterable[tuple[Any, ...]]) -> None:
     """Call each piece, (function, *arguments), in as many threads as PyTorch uses."""
     left = deque(pieces)

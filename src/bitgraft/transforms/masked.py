@@ -49,13 +49,16 @@ class Masked(Transform):
     k1: nn.Parameter | None
     constants: Tensor
     packed: Tensor | None
+    k2_scaled_by_r = False
+    hardness = 1.0
+    """In training mode, where k2 is scaled by R: at 0 W~ = W + R, as fine-tuning would have it; at 1 it is the mask's;
+    in between a mixture. In evaluation mode it is always the mask's."""
+    channels_last = False
+    """While it learns, give W~ with the channels last, as the images are laid out that it will meet."""
 
     def __init__(self, weight: Weight, rule: MaskRule, scores: Tensor | None) -> None:
         super().__init__()
         self.weight, self.rule = weight, rule
-        self.k2_scaled_by_r = False
-        self.channels_last = False
-        """While it learns, give W~ with the channels last, as the images are laid out that it will meet."""
         for name in ("scores", "k", "k1"):
             self.register_parameter(name, None)
         self.register_buffer("packed", None)
@@ -81,7 +84,8 @@ class Masked(Transform):
         if self.scores is None:
             return Operands(_shaped(weight, shape), mask, k, out=None if out is None else _shaped(out, shape))
         channels_last = self.channels_last and weight.dim() == 4 and weight.shape == shape
-        ours = rule.threshold, rule.surrogate, self.k2_scaled_by_r, channels_last
+        hardness = self.hardness if self.training and self.k2_scaled_by_r else 1.0
+        ours = rule.threshold, rule.surrogate, self.k2_scaled_by_r, hardness, channels_last
         return Operands(_shaped(weight, shape), _shaped(mask, shape), k, *ours)
 
     def values(self) -> Tensor:
@@ -153,7 +157,7 @@ class Masked(Transform):
         k, name = other.values(), self.weight.name
         if k.shape != self.constants.shape:
             raise TaskError(
-                f"{name!r} has other k there, one per layer or one per channel: give both tasks the same `per`"
+                f"{name!r} has one k per layer there and per channel here, or the reverse: give the same `per`"
             )
         for index, value in enumerate(self.rule.fixed):
             if value is not None and bool((k[index] != value).any()):
@@ -186,11 +190,12 @@ class Masked(Transform):
             self._hold(**self.parts())
 
     def parts(self) -> dict[str, Tensor]:
-        if self.scores is None and self.packed is None:  # values are still to come: sizes alone
-            kinds = {"mask": torch.uint8, "k": torch.float32}
-            return {name: torch.empty(size, dtype=kinds[name], device="meta") for name, size in self._sizes().items()}
-        packed = self.packed if self.packed is not None else pack(self.mask())
-        return {"mask": packed, "k": self.values().detach()}
+        if self.packed is not None:
+            return {"mask": self.packed, "k": self.constants}
+        if self.scores is not None:
+            return {"mask": pack(self.mask()), "k": self.values().detach()}
+        kinds = {"mask": torch.uint8, "k": torch.float32}  # values are still to come: sizes alone
+        return {name: torch.empty(size, dtype=kinds[name], device="meta") for name, size in self._sizes().items()}
 
     def restore(self, parts: Mapping[str, Tensor]) -> None:
         expect(self._sizes(), parts)
@@ -201,8 +206,10 @@ class Masked(Transform):
         return {"mask": (packed_size(self.weight.shape.numel()),), "k": k}
 
     def _hold(self, mask: Tensor, k: Tensor) -> None:
-        self.scores = self.k = self.k1 = None
-        self.packed, self.constants, self.k2_scaled_by_r = mask, k, False
+        if self.scores is not None:
+            self.scores = self.k = self.k1 = None
+            self.k2_scaled_by_r = False
+        self.packed, self.constants = mask, k
 
     def get_extra_state(self) -> Tensor:
         """Whether k2 is scaled by R: without it, the same tensors stand for another W~."""
@@ -214,11 +221,11 @@ class Masked(Transform):
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         if self.scores is not None and f"{prefix}packed" in state_dict:
             raise TaskError(
-                f"{self.weight.name!r} is learning, and this state is of a frozen task: call freeze() on the task first"
+                f"{self.weight.name!r} is learning, and this state is of a frozen task: freeze the task first"
             )
         if self.scores is None and f"{prefix}scores" in state_dict:
             raise TaskError(
-                f"{self.weight.name!r} is frozen, and this state is of a task that learns: add the task anew for it"
+                f"{self.weight.name!r} is frozen, and this state is of a task that learns: add the task anew"
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
 

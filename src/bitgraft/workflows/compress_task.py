@@ -1,7 +1,7 @@
 """From a fine-tuned copy to a task file in a store: what `bitgraft compress` does."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,17 @@ from bitgraft.compression.compress import Compression, compress
 from bitgraft.compression.distil import CALIBRATION
 from bitgraft.compression.source import file_of, is_task, opened
 from bitgraft.data.dataset import ImageDataset
-from bitgraft.data.images import Images, Splits
+from bitgraft.data.images import Splits
 from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.data.splits import open_data
-from bitgraft.errors import TaskError
+from bitgraft.errors import DataError, TaskError
 from bitgraft.network import Network
 from bitgraft.store import Backbone, Store
 from bitgraft.task import Task, check_name
 from bitgraft.training.callbacks import Callback
 from bitgraft.training.config import Config
-from bitgraft.workflows.train_task import check_name_free, one_sentence, open_store, preprocessing_for, training_images
+from bitgraft.training.inputs import labelled, training_images
+from bitgraft.workflows.train_task import check_name_free, one_sentence, open_store, preprocessing_for
 
 
 @dataclass(frozen=True)
@@ -119,21 +120,13 @@ def _data(copy: Task, splits: Splits | None, job: Job) -> tuple[Any, Any, str | 
     preprocessing = Preprocessing.from_dict(copy.metadata.preprocessing)
     training = training_images(splits.train, splits, preprocessing, job.config) if job.calibrate else None
     split = "test" if splits.test and min(splits.test.labels) >= 0 else "val"
-    images, why = _matched(splits, getattr(splits, split), copy.classes)
-    if images is None:
+    if not getattr(splits, split):
+        return training, None, None, ["accuracy was not measured: there are no test or validation images with labels"]
+    try:
+        images = labelled(splits, split, copy.classes or (), "the copy")
+    except DataError as why:
         return training, None, None, [f"accuracy was not measured: {why}"]
     return training, ImageDataset(images, preprocessing), split, []
-
-
-def _matched(splits: Splits, images: Images | None, classes: Sequence[str] | None) -> tuple[Images | None, str]:
-    """The images with the copy's numbers for their classes; or none, and why."""
-    if not images:
-        return None, f"{splits.name} has neither test nor validation images with labels"
-    numbers = {name: number for number, name in enumerate(classes or ())}
-    if strange := [name for name in splits.classes if name not in numbers]:
-        few = ", ".join(strange[:3]) + (", ..." if len(strange) > 3 else "")
-        return None, f"{len(strange)} of the {len(splits.classes)} classes of {splits.name} are not the copy's ({few})"
-    return replace(images, labels=tuple(numbers[splits.classes[label]] for label in images.labels)), ""
 
 
 def _as_validated(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from bitgraft.workflows.train_task import (
     Request,
     TrainData,
     TrainResult,
+    check_run,
     fit_requests,
     open_request,
     run_in,
@@ -37,17 +38,11 @@ def run_folder(folder: str | Path) -> Path:
 
 def check_new(folder: str | Path, requests: Sequence[Request]) -> None:
     """Refuse a store that is there already: its tasks belong to another backbone."""
-    names, run = [request.task for request in requests], run_folder(folder)
+    names, first = [request.task for request in requests], requests[0]
     if len(set(names)) < len(names):
         raise TrainingError(f"tasks need names that differ, not {', '.join(names)}")
-    if requests[0].resume:
-        if not runs.begun(run):
-            raise TrainingError(f"there is no joint run to resume in {folder}")
-    elif runs.interrupted(run) and not requests[0].overwrite:
-        raise TrainingError(
-            f"a joint run in {folder} was interrupted and can go on: pass --resume, or --overwrite to begin anew"
-        )
-    elif Store.exists(folder):
+    check_run(run_folder(folder), first, "joint run", folder)
+    if Store.exists(folder) and not first.resume:
         raise StoreError(
             f"there is a store at {folder} already: tasks that are trained jointly get a backbone of their own, so "
             "choose another with --store"

@@ -3,19 +3,19 @@
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 
 from bitgraft.data.dataset import ImageDataset
 from bitgraft.data.images import Images, Splits
-from bitgraft.data.preprocessing import Augmentation, Preprocessing
+from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.data.splits import drop_bad, open_data
 from bitgraft.errors import DataError, TrainingError
 from bitgraft.format.archive import content
+from bitgraft.format.rounding import compact
 from bitgraft.methods import registry
 from bitgraft.network import Network
 from bitgraft.runtime.heads import stated_preprocessing
@@ -25,7 +25,9 @@ from bitgraft.training import runs
 from bitgraft.training.callbacks import Callback, JsonLines
 from bitgraft.training.checkpoint import Result
 from bitgraft.training.config import Config
-from bitgraft.training.evaluation import score
+from bitgraft.training.evaluation import evaluate
+from bitgraft.training.inputs import labelled as labelled
+from bitgraft.training.inputs import resized
 from bitgraft.training.loop import fit
 
 
@@ -54,6 +56,8 @@ class Request:
     """Tasks of the store whose masks are mixed in."""
     start: str | None = None
     """A task of the store to begin as."""
+    compact: bool = True
+    """Round k and norm layers to what a small file holds; a task whose norm layers are to be trained on is not."""
 
     @property
     def earlier(self) -> tuple[str, ...]:
@@ -110,22 +114,23 @@ def check_name_free(store: Store, name: str, overwrite: bool) -> None:
     store.check_replaceable(name)
 
 
+def check_run(folder: Path, request: Request, what: str, where: str | Path) -> None:
+    """Refuse to resume a run that is not there, or to write over one that can go on, unless asked to."""
+    if request.resume and not runs.begun(folder):
+        raise TrainingError(f"there is no {what} to resume in {where}")
+    if runs.interrupted(folder) and not (request.overwrite or request.resume):
+        raise TrainingError(f"a {what} was interrupted and can go on: pass --resume, or --overwrite to begin anew")
+
+
 def check_free(store: Store, request: Request) -> None:
     """Refuse to write over a task, or over a run that can go on, unless asked to, and to build on what is not there."""
-    name, folder = request.task, store.run_folder(request.task)
+    name = request.task
     if name in request.earlier:
         raise TrainingError(f"task {name!r} cannot build on itself: choose another name for the new one")
     for earlier in request.earlier:
         store.archive(earlier)
-    if request.resume and not runs.begun(folder):
-        path = store.path(name)
-        ended = f", and {path} is the task as it was trained" if path.exists() else ""
-        raise TrainingError(f"there is no run of task {name!r} to resume in {store.folder}{ended}")
     check_name_free(store, name, request.overwrite or request.resume)
-    if runs.interrupted(folder) and not (request.overwrite or request.resume):
-        raise TrainingError(
-            f"a run of task {name!r} was interrupted and can go on: pass --resume, or --overwrite to begin anew"
-        )
+    check_run(store.run_folder(name), request, f"run of task {name!r}", store.folder)
 
 
 def train(
@@ -151,24 +156,40 @@ def train(
         "start": content(store.archive(request.start)) if request.start is not None else None,
     }
     with run_in(folder, settings(net, [request], [data], **built_on), request.resume, accelerator):
-        for earlier in [*_chain(store, request.method), *request.earlier]:
+        chained = registry.get(request.method).depends_on_previous  # on all tasks of the method so far
+        chain = [name for name in store.names() if chained and store.archive(name).metadata.method == request.method]
+        for earlier in [*chain, *request.earlier]:
             if earlier not in net.tasks and earlier != request.task:
                 store.load(net, earlier)
         if request.task in net.tasks:
             net.remove_task(request.task)
         result = fit_requests(net, [request], [data], folder, callbacks, accelerator, stop)
         task = net.tasks[request.task]
-        test = best_test = tested(net, request, data)
-        if test and request.both and result.best_tasks and result.best != result.history[-1]:
-            with other_values(task, result.best_tasks[request.task]):
-                best_test = tested(net, request, data)
-        task.metrics |= {"test": test} if test else {}
-        task.freeze()
+        other_test = None
+        if request.both and result.best_tasks and result.best != result.history[-1]:
+            last = {name: tensor.clone() for name, tensor in task.state_dict().items()}
+            task.load_state_dict(result.best_tasks[request.task])
+            other_test = tested(net, request, data)
+            task.load_state_dict(last)
+        _finish(net, request, data)
+        test = task.metrics.get("test")
+        best_test = other_test or test
         if accelerator.is_main_process:
             net.save_task(request.task, path)
             runs.done(folder)
         accelerator.wait_for_everyone()
     return TrainResult(task, path, result.history, test, data.skipped, result.best, best_test)
+
+
+def _finish(net: Network, request: Request, data: TrainData) -> None:
+    """Freeze a task, round it to what its file holds, and measure it as it is then."""
+    task = net.tasks[request.task]
+    task.freeze()
+    if request.compact and compact(task).is_compact and data.splits.val:
+        found = _measured(net, request, data.splits.val)
+        task.metrics[task.metrics["kept"]] |= {f"val_{what}": value for what, value in found.items()}
+    if test := tested(net, request, data):
+        task.metrics["test"] = test
 
 
 @contextlib.contextmanager
@@ -193,26 +214,22 @@ def fit_requests(
 ) -> Result:
     """Add the tasks of requests that differ in data and task alone, and train them, in turns if there are several."""
     first, config = requests[0], requests[0].config
-    torch.manual_seed(config.seed)  # dropout and the like
-    preprocessing, train, val = preprocessing_for(net, config), {}, {}
     for request, data in zip(requests, opened, strict=True):
         net.add_task(
             request.task,
             classes=data.splits.classes,
             method=request.method,
             seed=config.seed,
-            preprocessing=preprocessing.to_dict(),
+            preset=None,
             borrow=request.borrow,
             start=request.start,
             **request.options,
         )
-        train[request.task] = training_images(data.splits.train, data.splits, preprocessing, config)
-        val[request.task] = ImageDataset(data.splits.val, preprocessing) if data.splits.val else None
     return fit(
         net,
-        list(train),
-        train,
-        val,
+        [request.task for request in requests],
+        {request.task: data.splits for request, data in zip(requests, opened, strict=True)},
+        None,
         config,
         folder=folder,
         resume=first.resume and runs.interrupted(folder),
@@ -221,26 +238,18 @@ def fit_requests(
         accelerator=accelerator,
         checkpoint_every=first.checkpoint_every,
         stop=stop,
+        progress=False,
     )
 
 
 def tested(net: Network, request: Request, data: TrainData) -> dict[str, float] | None:
     """How a task does on the test images, if there are some with labels."""
-    if not data.tested:
-        return None
-    images = ImageDataset(data.tested, preprocessing_for(net, request.config))
-    return score(net, request.task, images, batch=4 * request.config.batch, workers=request.workers)
+    return _measured(net, request, data.tested) if data.tested else None
 
 
-@contextlib.contextmanager
-def other_values(task: Task, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """A task as it was at another time, for as long as it takes to try it."""
-    now = {name: tensor.clone() for name, tensor in task.state_dict().items()}
-    task.load_state_dict(dict(values))
-    try:
-        yield
-    finally:
-        task.load_state_dict(now)
+def _measured(net: Network, request: Request, images: Images) -> dict[str, float]:
+    seen = ImageDataset(images, preprocessing_for(net, request.config))
+    return evaluate(net, request.task, seen, batch=4 * request.config.batch, workers=request.workers)
 
 
 def settings(net: Network, requests: Sequence[Request], opened: Sequence[TrainData], **more: Any) -> dict[str, Any]:
@@ -272,28 +281,4 @@ def one_sentence(remedy: str = "") -> Iterator[None]:
 
 def preprocessing_for(net: Network, config: Config) -> Preprocessing:
     """The backbone's own, at the size that the settings ask for."""
-    stated = Preprocessing.from_dict(stated_preprocessing(net.backbone))
-    if config.squash:
-        stated = replace(stated, crop="squash")
-    if config.size is None and config.resize is None:
-        return stated
-    return stated.at(config.size or stated.size, config.resize)
-
-
-def training_images(images: Images, splits: Splits, preprocessing: Preprocessing, config: Config) -> ImageDataset:
-    """Images of a data set as training sees them; mirrored as the settings say, or else as the data set allows."""
-    flip = splits.flip if config.flip is None else config.flip
-    return ImageDataset(images, preprocessing, Augmentation(flip=flip, crop=config.crop), config.seed)
-
-
-def _chain(store: Store, method: str) -> list[str]:
-    """Tasks that a further one of a leaning method builds on, the earliest first."""
-    if not registry.get(method).depends_on_previous:
-        return []
-    metadata = {name: store.archive(name).metadata for name in store.names()}
-    chain = [name for name, metadata in metadata.items() if metadata.method == method]
-    return sorted(chain, key=lambda name: _depth(name, metadata))
-
-
-def _depth(name: str, metadata: Mapping[str, Any]) -> int:
-    return 1 + max((_depth(earlier, metadata) for earlier in metadata[name].depends_on), default=0)
+    return resized(stated_preprocessing(net.backbone), config)

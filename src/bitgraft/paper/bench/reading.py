@@ -10,11 +10,11 @@ from typing import Any
 
 from bitgraft.errors import BitgraftError, SuiteError
 from bitgraft.methods import registry
-from bitgraft.paper.bench.suite import SPLITS, Suite
+from bitgraft.methods.preset_options import preset_options
+from bitgraft.paper.bench.suite import SPLITS, Suite, narrowed
 from bitgraft.paper.from_dict import from_dict
 from bitgraft.paper.report.records import ORIGINAL
 from bitgraft.task import check_name
-from bitgraft.training.presets import preset_options
 
 FOLDER = resources.files("bitgraft.paper.bench") / "suites"
 
@@ -73,14 +73,8 @@ def _content(name: str | Path, seen: tuple[str, ...] = ()) -> dict[str, Any]:
         made[part] = [known[word] if isinstance(word, str) else word for word in wanted]
         if part == "rows" and isinstance(made.get("datasets"), list):
             names = {table.get("name") for table in made["datasets"] if isinstance(table, Mapping)}
-            made[part] = [_narrowed(row, names) if row in other["rows"] else row for row in made[part]]
+            made[part] = [{**row, **narrowed(row, names)} if row in other["rows"] else row for row in made[part]]
     return made
-
-
-def _narrowed(row: Mapping[str, Any], names: set[Any]) -> dict[str, Any]:
-    """A row of another suite, without the data sets that this one does not have."""
-    lists = {part: [name for name in row[part] if name in names] for part in ("order", "datasets") if part in row}
-    return {**row, **lists}
 
 
 def _text(name: str | Path) -> str:

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 from bitgraft import __version__
-from bitgraft.backbone.anatomy import Anatomy
 from bitgraft.backbone.files import write_atomically
 from bitgraft.data.images import Splits
 from bitgraft.errors import SuiteError
 from bitgraft.methods import registry
 from bitgraft.paper.bench.suite import SPLITS, Cell, Suite, settings
+from bitgraft.paper.parameter_counts import headless_parameters
 from bitgraft.paper.report.records import FORMAT, ORIGINAL, RECORD, current_names
 from bitgraft.training.callbacks import Clock
 from bitgraft.training.checkpoint import of_task
-from bitgraft.training.config import Config
+from bitgraft.training.presets import PAPER
 from bitgraft.workflows.train_task import TrainResult
 
 
@@ -53,7 +53,7 @@ def _is_recorded(suite: Suite, cell: Cell, name: str, path: Path) -> bool:
     row, dataset = suite.row(cell.row), suite.dataset(name)
     try:
         content = json.loads(path.read_text())
-        held = asdict(Config()) | content["settings"] | current_names(content["config"])  # a later setting: its default
+        held = asdict(PAPER) | content["settings"] | current_names(content["config"])  # a later setting: off
     except FileNotFoundError:
         return False
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
@@ -74,7 +74,7 @@ def of_run(result: TrainResult, clock: Clock) -> dict[str, Any]:
         "last": accuracies(of_task(last, name), result.test),
         "selected": accuracies(of_task(result.best or last, name), result.best_test),
         "bits": result.task.bits(statistics=False),
-        "backbone_bits": backbone_bits(result.task.anatomy),
+        "backbone_bits": 32 * headless_parameters(result.task.anatomy),
         "file_bytes": result.path.stat().st_size,
         "seconds": round(clock.seconds, 2),
         "processor_seconds": round(clock.processor_seconds, 2),
@@ -89,12 +89,6 @@ def accuracies(epoch: Mapping[str, Any], tested: Mapping[str, float] | None) -> 
         "val_accuracy": epoch.get("val_accuracy"),
         "test_accuracy": tested["accuracy"] if tested else None,
     }
-
-
-def backbone_bits(anatomy: Anatomy) -> int:
-    """Of its parameters without its head, as the paper counts."""
-    head = set(anatomy.head_names())
-    return 32 * sum(p.numel() for name, p in anatomy.backbone.named_parameters() if name not in head)
 
 
 def write_record(suite: Suite, cell: Cell, runs: Path, name: str, splits: Splits, measured: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """A benchmark as data: data sets, a backbone, a protocol, rows and seeds."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -135,23 +135,19 @@ class Suite:
             if strange := [name for name in wanted if name not in known[kind]]:
                 raise SuiteError(f"suite {self.name} has no {kind} {strange[0]!r}; it has {', '.join(known[kind])}")
         names = {*datasets, self.backbone.trained_on} if datasets else set(known["data set"])
-        kept = [
-            replace(
-                row,
-                seeds=tuple(seeds) or row.seeds,
-                order=tuple(name for name in row.order if name in names),
-                datasets=row.datasets and tuple(name for name in row.datasets if name in names),
-            )
-            for row in self.rows
-            if not rows or row.row in rows
-        ]
+        kept = [row for row in self.rows if not rows or row.row in rows]
         return replace(
             self,
             baseline=self.baseline if not rows or self.baseline in rows else None,
             seeds=tuple(seeds) or self.seeds,
             datasets=tuple(dataset for dataset in self.datasets if dataset.name in names),
-            rows=tuple(kept),
+            rows=tuple(replace(row, seeds=tuple(seeds) or row.seeds, **narrowed(vars(row), names)) for row in kept),
         )
+
+
+def narrowed(row: Mapping[str, Any], names: Collection[str | None]) -> dict[str, Any]:
+    """What a row says of data sets, without those that are not among the names."""
+    return {part: tuple(n for n in row[part] if n in names) for part in ("order", "datasets") if row.get(part)}
 
 
 def on_backbone(suite: Suite, name: str, weights: str | None, pretrained: bool) -> Suite:
@@ -163,13 +159,13 @@ def on_backbone(suite: Suite, name: str, weights: str | None, pretrained: bool) 
 
 def on_all_labels(suite: Suite) -> Suite:
     """Devkit domains with val joined to train, for the final submission; the backbone's own data stay as they are."""
-    return replace(suite, datasets=tuple(d if d.original else _with_val(d) for d in suite.datasets))
 
+    def joined(dataset: Dataset) -> Dataset:
+        images = dataset.images
+        both = {"train": images["train"] + images["val"], "val": 0} if {"train", "val"} <= set(images) else {}
+        return replace(dataset, data=f"{dataset.data}:train+val", images={**images, **both} if both else {})
 
-def _with_val(dataset: Dataset) -> Dataset:
-    images, both = dataset.images, {"train", "val"} <= set(dataset.images)
-    joined = {**images, "train": images["train"] + images["val"], "val": 0} if both else {}
-    return replace(dataset, data=f"{dataset.data}:train+val", images=joined)
+    return replace(suite, datasets=tuple(d if d.original else joined(d) for d in suite.datasets))
 
 
 def settings(suite: Suite, row: Row, dataset: Dataset) -> dict[str, Any]:

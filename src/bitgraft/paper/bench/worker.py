@@ -16,20 +16,21 @@ from typing import Any
 import torch
 
 from bitgraft.backbone.weight_files import write_weights
-from bitgraft.errors import BitgraftError, SuiteError
+from bitgraft.errors import BitgraftError, StoppedError, SuiteError
 from bitgraft.methods import registry
 from bitgraft.network import Network
 from bitgraft.paper.bench import record
 from bitgraft.paper.bench.check import faults
-from bitgraft.paper.bench.pools import STOPPED
 from bitgraft.paper.bench.reading import parse
+from bitgraft.paper.bench.runner import STOPPED, Place
 from bitgraft.paper.bench.submission import predicted
 from bitgraft.paper.bench.suite import Cell, Suite
+from bitgraft.paper.from_dict import from_dict
+from bitgraft.paper.parameter_counts import headless_parameters
 from bitgraft.paper.report.records import ORIGINAL
 from bitgraft.store import Backbone
 from bitgraft.training import runs as run_folders
 from bitgraft.training.callbacks import Clock
-from bitgraft.training.loop import StoppedError
 from bitgraft.workflows import train_jointly
 from bitgraft.workflows.train_task import Request, TrainData, open_request, open_store, preprocessing_for, train
 
@@ -38,14 +39,12 @@ from bitgraft.workflows.train_task import Request, TrainData, open_request, open
 class Run:
     suite: Suite
     cell: Cell
-    root: Path
-    runs: Path
-    workers: int = 0
+    place: Place
     stop: Callable[[], bool] = lambda: False
 
     @property
     def folder(self) -> Path:
-        return record.store_folder(self.runs, self.cell)
+        return record.store_folder(self.place.runs, self.cell)
 
     def open(self, name: str, begun: bool = False) -> tuple[Request, TrainData]:
         """A data set, held to what the suite says of it."""
@@ -56,10 +55,10 @@ class Run:
             row.method,
             self.suite.config_of(row, dataset, self.cell.seed),
             row.options,
-            self.workers,
+            self.place.workers,
             resume=begun,
             overwrite=not begun,
-            root=self.root,
+            root=self.place.root,
             val_share=dataset.val_share,
             both=True,
         )
@@ -69,14 +68,12 @@ class Run:
         return request, data
 
     def write(self, name: str, data: TrainData, measured: dict[str, Any]) -> None:
-        record.write_record(self.suite, self.cell, self.runs, name, data.splits, measured)
+        record.write_record(self.suite, self.cell, self.place.runs, name, data.splits, measured)
 
 
-def run_cell(
-    suite: Suite, cell: Cell, root: Path, runs: Path, *, workers: int = 0, stop: Callable[[], bool] = lambda: False
-) -> None:
+def run_cell(suite: Suite, cell: Cell, place: Place, stop: Callable[[], bool] = lambda: False) -> None:
     """Train what is left of a run and write its records."""
-    run = Run(suite, cell, root, runs, workers, stop)
+    run = Run(suite, cell, place, stop)
     if cell.row == ORIGINAL and not suite.leads(cell):
         try_original(run)
     elif registry.get(suite.row(cell.row).method).joint:
@@ -100,22 +97,22 @@ def backbone_of(suite: Suite, runs: Path) -> Backbone:
 def try_original(run: Run) -> None:
     """The backbone's accuracy on its own data, with no task added."""
     (name,) = run.cell.datasets
-    net = Network(backbone_of(run.suite, run.runs).build())
+    net = Network(backbone_of(run.suite, run.place.runs).build())
     request, data = run.open(name)
     images = data.tested or (data.splits.val if data.splits.category_ids else data.splits.train)
     if not images:
         raise SuiteError(f"data set {name} has no labelled images to try the backbone on")
-    labels = predicted(net, net.original, images, preprocessing_for(net, request.config), run.workers)
+    labels = predicted(net, net.original, images, preprocessing_for(net, request.config), run.place.workers)
     right = sum(label == truth for label, truth in zip(labels, images.labels, strict=True))
     found = record.accuracies({"epoch": 0}, {"accuracy": right / len(labels)})
-    costs = {"bits": 0, "backbone_bits": record.backbone_bits(net.anatomy), "file_bytes": 0, "seconds": 0.0}
+    costs = {"bits": 0, "backbone_bits": 32 * headless_parameters(net.anatomy), "file_bytes": 0, "seconds": 0.0}
     run.write(name, data, {"last": found, "selected": found, **costs, "train_images_seen": 0})
 
 
 def _run_in_order(run: Run) -> None:
     """One data set after the other; or the backbone itself, whose weights the other runs start from."""
-    leads, done = run.suite.leads(run.cell), record.finished(run.suite, run.runs, run.cell)
-    backbone = untrained(run.suite) if leads else backbone_of(run.suite, run.runs)
+    leads, done = run.suite.leads(run.cell), record.finished(run.suite, run.place.runs, run.cell)
+    backbone = untrained(run.suite) if leads else backbone_of(run.suite, run.place.runs)
     store, net = open_store(run.folder, backbone)
     for name in run.cell.datasets:
         if name in done:
@@ -125,7 +122,7 @@ def _run_in_order(run: Run) -> None:
         result = train(store, net, request, data=data, callbacks=[clock], stop=run.stop)
         measured = record.of_run(result, clock)
         if leads:
-            write_weights(net.export(name), record.backbone_file(run.runs))
+            write_weights(net.export(name), record.backbone_file(run.place.runs))
             measured["bits"] = 0  # it adds nothing to itself
         run.write(name, data, measured)
 
@@ -133,7 +130,7 @@ def _run_in_order(run: Run) -> None:
 def _run_jointly(run: Run) -> None:
     begun = run_folders.begun(train_jointly.run_folder(run.folder))
     requests, opened = zip(*(run.open(name, begun) for name in run.cell.datasets), strict=True)
-    clock, backbone = Clock(), backbone_of(run.suite, run.runs)
+    clock, backbone = Clock(), backbone_of(run.suite, run.place.runs)
     if not begun and run.folder.exists():  # a run that was killed after training, before all of its records
         shutil.rmtree(run.folder)
     results = train_jointly.train_jointly(run.folder, backbone, requests, data=opened, callbacks=[clock], stop=run.stop)
@@ -149,10 +146,11 @@ def main() -> int:
         gone.set()
 
     threading.Thread(target=wait_for_the_end, daemon=True).start()
-    torch.set_num_threads(job["threads"])
-    suite, cell = parse(job["suite"]), Cell(job["row"], job["seed"], tuple(job["datasets"]))
+    suite, cell = parse(job["suite"]), from_dict(Cell, job["cell"])
+    place = Place(Path(job["root"]), Path(job["runs"]), job["threads"], job["workers"])
+    torch.set_num_threads(place.threads)
     try:
-        run_cell(suite, cell, Path(job["root"]), Path(job["runs"]), workers=job["workers"], stop=gone.is_set)
+        run_cell(suite, cell, place, gone.is_set)
     except StoppedError:
         return STOPPED
     except (BitgraftError, OSError) as fault:

@@ -1,14 +1,15 @@
-"""Figures of a report: score against parameters, and accuracy by method."""
+"""Figures of a report: accuracy by method, and score or mean accuracy against parameters."""
 
-import statistics
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from statistics import fmean
+from typing import TYPE_CHECKING, NamedTuple
 
 from bitgraft.paper.figures import COLOURS, draw
-from bitgraft.paper.report.results import Results, Stat, accuracy
+from bitgraft.paper.report.results import AnyRow, Results, Row, Stat, accuracy, published_table
+from bitgraft.paper.report.tables import score_measure
+from bitgraft.paper.scores import Baselines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,32 +18,32 @@ if TYPE_CHECKING:
 MARKERS = "osD^vPX<>*"
 TICKS = (1, 1.1, 1.2, 1.5, 2, 3, 4, 6, 10, 20, 50, 100)
 GAP = 14.0  # from a marker to its label, in points
+OWN = {"imagenet", "imagenet12"}
+"""The backbone's own data: they add no parameters, and a suite may leave them out."""
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     title: str
     params: float
     value: Stat
     paper: bool = False
 
 
-def by_method(results: Results) -> "Figure":
+def by_method(results: Results) -> "Figure | None":
     """One line per method, one marker per data set, a bar at the mean; rows without any result are left out."""
-    shown = [row for row in results.rows if any(results.accuracies(row, name) for name in results.datasets)]
-    panel = partial(_draw_methods, results=results, shown=shown)
-    return draw([[panel]], textwrap.fill(results.name, 80), size=(8, 1.6 + 0.38 * len(shown)))
+    rows = [row for row in results.rows.values() if any(row.accuracies(name) for name in results.datasets)]
+    panel, size = partial(_draw_methods, results=results, rows=rows), (8, 1.6 + 0.38 * len(rows))
+    return draw([[panel]], textwrap.fill(results.name, 80), size=size) if rows else None
 
 
-def _draw_methods(axes: "Axes", results: Results, shown: Sequence[str]) -> None:
-    columns = {name: [results.cell(row, name, accuracy) for row in shown] for name in results.datasets}
-    tried = [name for name, cells in columns.items() if any(cells)]
+def _draw_methods(axes: "Axes", results: Results, rows: Sequence[Row]) -> None:
+    tried = results.tried
     for number, name in enumerate(tried):
         lift = 0.3 * (number / max(len(tried) - 1, 1) - 0.5)  # so that equal values do not overlap
-        points = [(y, cell) for y, cell in enumerate(columns[name]) if cell]
+        points = [(y + lift, cell) for y, row in enumerate(rows) if (cell := row.cell(name, accuracy))]
         axes.errorbar(
             [cell.mean for _, cell in points],
-            [y + lift for y, _ in points],
+            [y for y, _ in points],
             xerr=[cell.sd or 0.0 for _, cell in points],
             fmt=MARKERS[number % len(MARKERS)],
             color=COLOURS[number % len(COLOURS)],
@@ -50,14 +51,30 @@ def _draw_methods(axes: "Axes", results: Results, shown: Sequence[str]) -> None:
             elinewidth=1,
             label=results.datasets[name],
         )
-    means = [(place, results.whole(row, accuracy, statistics.fmean)) for place, row in enumerate(shown)]
-    if drawn := [(mean.mean, place) for place, mean in means if mean]:
+    means = [(y, row.total(results.datasets, accuracy, fmean)) for y, row in enumerate(rows)]
+    if drawn := [(mean.mean, y) for y, mean in means if mean]:
         x, y = zip(*drawn, strict=True)
         axes.scatter(x, y, marker="|", s=220, color="black", label="mean")
-    axes.set_yticks(range(len(shown)), [results.rows[row] for row in shown])
-    axes.set_ylim(len(shown) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), [row.title for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel(f"{'validation' if results.validation else 'test'} accuracy, %")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def points(results: Results, published: bool, baselines: Baselines | None) -> list[Point]:
+    """A point for each row with all data sets; and the paper's rows, if they have the same data sets."""
+    form, measure, combine = ("scores", score_measure(baselines), sum) if baselines else (results.form, accuracy, fmean)
+    rows: list[AnyRow] = [*results.rows.values()]
+    paper = published_table(form, results.backbone, results.datasets) if published else None
+    if paper and set(paper.datasets) - set(results.datasets) <= OWN:
+        rows += paper.rows
+    found = []
+    for row in rows:
+        value, params = row.total(results.datasets, measure, combine), row.parameters(results.datasets)
+        if value is not None and params is not None:
+            theirs = not isinstance(row, Row)
+            found.append(Point(f"{row.title} (paper)" if theirs else row.title, float(params), value, theirs))
+    return found
 
 
 def against_parameters(points: Sequence[Point], label: str, title: str) -> "Figure":
@@ -80,11 +97,11 @@ def _draw_points(axes: "Axes", points: Sequence[Point], label: str) -> None:
             capsize=3,
             zorder=3,
         )
-    low, high = min(p.params for p in points), max(p.params for p in points)
     axes.set(xlabel="parameters of all tasks, relative to the backbone", ylabel=label, xscale="log")
-    axes.set_xlim(low / 1.08, max(high, low * 1.2) * 1.6)  # room for the labels at the right
+    low, high = min(p.params for p in points), max(p.params for p in points)
+    low, high = low / 1.08, max(high, low * 1.2) * 1.6  # room for the labels at the right
+    axes.set_xlim(low, high)
     axes.margins(y=0.14)
-    low, high = axes.get_xlim()
     ticks: list[float] = []
     for tick in TICKS:
         if low <= tick <= high and (not ticks or tick >= ticks[-1] * (high / low) ** 0.05):  # as many as fit

@@ -173,25 +173,20 @@ def _contents(source: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise DataError(f"there is no folder or file {source}; give the folder with the records of `bitgraft bench`")
     pattern = name if holds_record_files(source) else LINES
     for file in [source] if source.is_file() else sorted(source.rglob(pattern)):
+        whole = file.name == name
         try:
             text = file.read_bytes()
         except OSError as problem:
             raise DataError(f"cannot read {file}: {problem.strerror}") from problem
-        if file.name == name:
-            yield str(file), _parsed(text, str(file))
-            continue
-        for number, line in enumerate(text.splitlines(), 1):
-            where = f"{file}, line {number}"
-            content = _parsed(line, where) if line.strip() else {}
-            if content and ("row" in content) == (name == RECORD):
+        for number, part in enumerate([text] if whole else text.splitlines(), 1):
+            where = str(file) if whole else f"{file}, line {number}"
+            if not part.strip() and not whole:
+                continue
+            try:
+                content = json.loads(part)
+            except (ValueError, RecursionError) as problem:
+                raise DataError(f"cannot read {where}: {problem}") from problem
+            if not isinstance(content, dict):
+                raise DataError(f"cannot read {where}: it holds no JSON object")
+            if whole or ("row" in content) == (name == RECORD):
                 yield where, content
-
-
-def _parsed(text: bytes, where: str) -> dict[str, Any]:
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as problem:
-        raise DataError(f"cannot read {where}: {problem}") from problem
-    if not isinstance(content, dict):
-        raise DataError(f"cannot read {where}: it holds no JSON object")
-    return content

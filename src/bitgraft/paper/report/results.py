@@ -1,21 +1,19 @@
-"""Records gathered into a grid of rows by data sets: the numbers in its cells, captions and notes."""
+"""Records gathered into grids of rows by data sets, the numbers in their cells, and the paper's tables beside them."""
 
-import json
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import tomllib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from bitgraft.paper.report.published import PublishedTable
-from bitgraft.paper.report.records import ORIGINAL, Form, Record, Suite, current_names
+from bitgraft.errors import BitgraftError
+from bitgraft.paper.report.records import ORIGINAL, Form, Record, Suite
 from bitgraft.paper.scores import domain_titles
 
 REFERENCES = ("classifier", "finetune")
 """Shown for comparison but not ranked, as in the paper: the least and the most that a task can cost."""
-PACKNET = (
-    "PackNet's tasks are counted with the values that they own, since the backbone stays whole here; the paper prunes "
-    "it and counts only which task has which weight."
-)
 Measure = Callable[[str, float], float]
 """From a data set and an accuracy in per cent to what a table shows."""
 Combine = Callable[[Iterable[float]], float]
@@ -24,12 +22,137 @@ Combine = Callable[[Iterable[float]], float]
 
 @dataclass(frozen=True)
 class Stat:
-    """A mean over seeds."""
-
     mean: float
-    sd: float | None
+    sd: float | None = None
     """Standard deviation (n - 1); None for a single seed."""
-    n: int
+    n: int | None = None
+    """The number of seeds, if it is known."""
+
+
+def stat(values: Sequence[float]) -> Stat | None:
+    """The mean over seeds."""
+    if not values:
+        return None
+    return Stat(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+
+
+def accuracy(dataset: str, value: float) -> float:
+    """The plain measure."""
+    return value
+
+
+@dataclass(frozen=True)
+class Row:
+    """The runs of one row, on one backbone."""
+
+    title: str
+    by_dataset: Mapping[str, Sequence[Record]]
+    """One for each seed."""
+    own: Mapping[str, Record]
+    """The backbone on its own data. No task changes it, so a row that did not train on them has this accuracy."""
+    selected: bool = False
+    validation: bool = False
+
+    @property
+    def runs(self) -> list[Record]:
+        return [run for runs in self.by_dataset.values() for run in runs]
+
+    @property
+    def method(self) -> str | None:
+        return next((run.method for run in self.runs), None)
+
+    @property
+    def joint(self) -> bool:
+        """Whether the backbone was trained, too: it is another one then."""
+        return any(run.joint for run in self.runs)
+
+    @property
+    def ranked(self) -> bool:
+        return self.method not in REFERENCES
+
+    def inherits(self, dataset: str) -> bool:
+        """Whether it has the backbone's own accuracy there."""
+        return dataset in self.own and bool(self.runs) and not self.joint and not self.by_dataset.get(dataset)
+
+    def accuracies(self, dataset: str) -> dict[int, float]:
+        """Per cent, by seed."""
+        if self.inherits(dataset):
+            found = dict.fromkeys(sorted({run.seed for run in self.runs}), self._accuracy(self.own[dataset]))
+        else:
+            found = {run.seed: self._accuracy(run) for run in self.by_dataset.get(dataset, ())}
+        return {seed: 100 * value for seed, value in found.items() if value is not None}
+
+    def _accuracy(self, run: Record) -> float | None:
+        epoch = run.selected if self.selected else run.last
+        return epoch.val_accuracy if self.validation else epoch.test_accuracy
+
+    def cell(self, dataset: str, measure: Measure) -> Stat | None:
+        values = [measure(dataset, value) for value in self.accuracies(dataset).values()]
+        return stat(values[:1] if self.inherits(dataset) else values)
+
+    def total(self, datasets: Collection[str], measure: Measure, combine: Combine) -> Stat | None:
+        """Mean or total over the data sets, if all are there; its spread is over seeds that ran on all of them."""
+        runs = {name: self.accuracies(name) for name in datasets}
+        if not all(runs.values()):
+            return None
+        seeds, *others = (list(run) for run in runs.values())
+        if any(other != seeds for other in others):
+            means = [self.cell(name, measure) for name in datasets]
+            return Stat(combine([one.mean for one in means if one]), None, min(map(len, runs.values())))
+        return stat([combine([measure(name, run[seed]) for name, run in runs.items()]) for seed in seeds])
+
+    def parameters(self, datasets: Collection[str]) -> float | None:
+        """(backbone + what each data set adds) / backbone, without heads."""
+        runs = [self.by_dataset.get(name) for name in datasets if not self.inherits(name)]
+        if not all(runs):
+            return None
+        return 1 + sum(statistics.fmean(run.bits / run.backbone_bits for run in some or ()) for some in runs)
+
+    @property
+    def k(self) -> list[str]:
+        """k0 to k3: a constant, or ✓ where it is learned."""
+        options = {**_defaults(self.runs[0].method), **self.runs[0].options} if self.runs else {}
+        values = [options.get(f"k{i}", "–") for i in range(4)]
+        return [{"learn": "✓", "auto": "1"}.get(v, v) if isinstance(v, str) else f"{v:g}" for v in values]
+
+
+def _defaults(method: str) -> dict[str, Any]:
+    from bitgraft.methods import registry  # brings torch, which no other table needs
+
+    try:
+        return dict(registry.plain(registry.get(method).options))
+    except BitgraftError:  # a method of another installation
+        return {}
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """A row of the paper, with what tables ask of our own rows."""
+
+    row: str
+    title: str
+    values: Mapping[str, float]
+    """By data set: accuracy in per cent, or S."""
+    params: str | None = None
+    whole: float | None = None
+    """The printed mean or total over all data sets."""
+    k: Sequence[str] = ()
+    ranked = False
+
+    def parameters(self, datasets: Collection[str]) -> str | None:
+        return self.params
+
+    def cell(self, dataset: str, measure: Measure) -> Stat | None:
+        return Stat(self.values[dataset]) if dataset in self.values else None
+
+    def total(self, datasets: Collection[str], measure: Measure, combine: Combine) -> Stat | None:
+        """The mean or total over these data sets; the printed one if they are all of the table's."""
+        if self.whole is not None and set(datasets) == set(self.values):
+            return Stat(self.whole)  # rounded once, from more decimals than the cells have
+        return Stat(combine([self.values[name] for name in datasets])) if self.values.keys() >= set(datasets) else None
+
+
+AnyRow = Row | PublishedRow
 
 
 @dataclass(frozen=True)
@@ -39,13 +162,10 @@ class Results:
     suite: Suite
     form: Form
     backbone: str
-    rows: Mapping[str, str]
-    """Titles by name, in the order of the tables."""
+    rows: Mapping[str, Row]
+    """In the order of the tables."""
     datasets: Mapping[str, str]
-    runs: Mapping[tuple[str, str], Sequence[Record]]
-    """By row and data set, one for each seed."""
-    own: Mapping[str, Record] = field(default_factory=dict)
-    """The backbone on its own data, by data set. No task changes it, so every row has this accuracy."""
+    """Titles by name."""
     selected: bool = False
     validation: bool = False
 
@@ -53,70 +173,16 @@ class Results:
     def name(self) -> str:
         return f"{self.suite.title or self.suite.name}, {self.backbone}"
 
-    def accuracies(self, row: str, dataset: str) -> dict[int, float]:
-        """Per cent, by seed."""
-        if self.inherits(row, dataset):
-            found = dict.fromkeys(sorted({run.seed for run in self.of(row)}), self._accuracy(self.own[dataset]))
-        else:
-            found = {run.seed: self._accuracy(run) for run in self.runs.get((row, dataset), ())}
-        return {seed: 100 * value for seed, value in found.items() if value is not None}
-
-    def _accuracy(self, run: Record) -> float | None:
-        epoch = run.selected if self.selected else run.last
-        return epoch.val_accuracy if self.validation else epoch.test_accuracy
-
-    def inherits(self, row: str, dataset: str) -> bool:
-        """Whether a row has the backbone's own accuracy there. A joint row trains the backbone, and has its own."""
-        here = self.of(row)
-        return dataset in self.own and bool(here) and not here[0].joint and not self.runs.get((row, dataset))
-
-    def cell(self, row: str, dataset: str, measure: Measure) -> Stat | None:
-        values = [measure(dataset, value) for value in self.accuracies(row, dataset).values()]
-        return stat(values[:1] if self.inherits(row, dataset) else values)
-
-    def whole(self, row: str, measure: Measure, combine: Combine) -> Stat | None:
-        """Mean or total over the data sets, if all are there; its spread is over seeds that ran on all of them."""
-        runs = [self.accuracies(row, dataset) for dataset in self.datasets]
-        if not all(runs):
-            return None
-        if any(run.keys() != runs[0].keys() for run in runs):
-            means = [self.cell(row, dataset, measure) for dataset in self.datasets]
-            return Stat(combine([one.mean for one in means if one]), None, min(map(len, runs)))
-        named = list(zip(self.datasets, runs, strict=True))
-        return stat([combine([measure(name, run[seed]) for name, run in named]) for seed in runs[0]])
-
-    def params(self, row: str) -> float | None:
-        """(backbone + what each data set adds) / backbone, without heads."""
-        runs = [self.runs.get((row, dataset), ()) for dataset in self.datasets if not self.inherits(row, dataset)]
-        if not all(runs):
-            return None
-        return 1 + sum(statistics.fmean(run.bits / run.backbone_bits for run in some) for some in runs)
-
     @property
     def seed_counts(self) -> set[int]:
         """How many seeds the cells have; those that only repeat the backbone's accuracy do not count."""
-        places = [(row, name) for row in self.rows for name in self.datasets if not self.inherits(row, name)]
-        return {len(self.accuracies(row, name)) for row, name in places} - {0}
+        places = [(row, name) for row in self.rows.values() for name in self.datasets if not row.inherits(name)]
+        return {len(row.accuracies(name)) for row, name in places} - {0}
 
-    def method(self, row: str) -> str | None:
-        return next((run.method for run in self.of(row)), None)
-
-    def of(self, row: str) -> list[Record]:
-        return [run for dataset in self.datasets for run in self.runs.get((row, dataset), ())]
-
-    def ranked(self, row: str) -> bool:
-        return self.method(row) not in REFERENCES
-
-
-def accuracy(dataset: str, value: float) -> float:
-    """The plain measure."""
-    return value
-
-
-def stat(values: Sequence[float]) -> Stat | None:
-    if not values:
-        return None
-    return Stat(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+    @property
+    def tried(self) -> list[str]:
+        """The data sets with any result."""
+        return [name for name in self.datasets if any(row.accuracies(name) for row in self.rows.values())]
 
 
 def gather(
@@ -140,104 +206,44 @@ def _grid(suite: Suite, backbone: str, records: list[Record], selected: bool, va
         titles = {name: title for name, title in domain_titles().items() if name in found}
     datasets = {**titles, **{name: name for name in sorted(found - set(titles))}}
     own = {record.dataset: record for record in records if record.row == ORIGINAL}
-    trained = [record for record in records if record.row != ORIGINAL] or records
-    runs: dict[tuple[str, str], list[Record]] = {}
-    for record in sorted(trained, key=lambda one: one.seed):
-        runs.setdefault((record.row, record.dataset), []).append(record)
-    rows = {one.row: one.title or one.row for one in suite.rows}
-    recorded = {record.row: record.title or record.row for record in trained}
-    rows |= {row: recorded[row] for row in sorted(set(recorded) - set(rows))}
-    return Results(suite, form, backbone, rows, datasets, runs, own, selected, validation)
+    trained = sorted((r for r in records if r.row != ORIGINAL), key=lambda r: (r.row, r.seed)) or records
+    names = {one.row: one.title or one.row for one in suite.rows}
+    names |= {record.row: record.title or record.row for record in trained if record.row not in names}
+    rows = {}
+    for row, title in names.items():
+        runs = {name: [run for run in trained if (run.row, run.dataset) == (row, name)] for name in datasets}
+        rows[row] = Row(title, runs, own, selected, validation)
+    return Results(suite, form, backbone, rows, datasets, selected, validation)
 
 
-def caption(results: Results, what: str) -> str:
-    epoch = "epoch selected on validation" if results.selected else "last epoch"
-    images = "validation set" if results.validation else "test set"
-    seeds = "one seed"
-    if len(results.seed_counts) > 1:
-        seeds = "mean ± standard deviation (number of seeds), one seed where no spread is given"
-    elif results.seed_counts - {1}:
-        seeds = f"mean ± standard deviation over {max(results.seed_counts)} seeds"
-    return f"{results.name}: {what} on the {images}, {epoch}, {seeds}"
+@dataclass(frozen=True)
+class PublishedTable:
+    form: str
+    """accuracy, decathlon, scores or ablation."""
+    backbone: str
+    caption: str
+    datasets: tuple[str, ...]
+    rows: tuple[PublishedRow, ...]
 
 
-def notes(results: Results, paper: PublishedTable | None) -> list[str]:
-    unranked = [title for row, title in results.rows.items() if not results.ranked(row)]
-    references = f"; not ranked, as references: {', '.join(unranked)}" if unranked else ""
-    told = [f"Best in bold, second underlined{references}.", *_own_data(results)]
-    if any(results.method(row) == "packnet" for row in results.rows):
-        told.append(PACKNET)
-    if missing := list(_missing(results)):
-        told.append(f"Missing: {'; '.join(missing)}.")
-    if mixed := [place for place, runs in results.runs.items() if len(set(map(_settings, runs))) > 1]:
-        named = ", ".join(f"{results.rows[row]} on {results.datasets[dataset]}" for row, dataset in mixed)
-        told.append(f"Seeds of one cell were run with different settings: {named}.")
-    if paper:
-        source = f'Rows of the paper: its table "{paper.caption}", not ranked'
-        if set(paper.datasets) != set(results.datasets):
-            source += f"; there over {len(paper.datasets)} data sets, whose images and splits need not be ours"
-        told.append(f"{source}.")
-    return told
+@cache
+def published() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
 
 
-def _own_data(results: Results) -> list[str]:
-    """Which columns are the backbone's own, and for which rows."""
-    own = [title for name, title in results.datasets.items() if any(results.inherits(r, name) for r in results.rows)]
-    if not own:
-        return []
-    note = f"{', '.join(own)}: the backbone's own data, tried once; no task changes it, so each row has its accuracy"
-    joint = [title for row, title in results.rows.items() if any(run.joint for run in results.of(row))]
-    return [f"{note}, but for {', '.join(joint)}, whose backbone is another." if joint else f"{note}."]
+@cache
+def published_tables() -> tuple[PublishedTable, ...]:
+    """Every table of the paper, in its order."""
+    return tuple(_table(**table) for table in published()["table"])
 
 
-def _missing(results: Results) -> Iterable[str]:
-    for row, title in results.rows.items():
-        names = [name for key, name in results.datasets.items() if not results.accuracies(row, key)]
-        if names:
-            yield f"{title} on {'all' if len(names) == len(results.datasets) else ', '.join(names)}"
+def _table(datasets: list[str], rows: list[dict[str, Any]], **about: str) -> PublishedTable:
+    made = [PublishedRow(**{**row, "values": dict(zip(datasets, row["values"], strict=True))}) for row in rows]
+    return PublishedTable(**about, datasets=tuple(datasets), rows=tuple(made))
 
 
-def _settings(run: Record) -> str:
-    return json.dumps([current_names(run.config) | {"seed": None}, dict(run.options)], sort_keys=True)
-
-
-def cost_notes(runs: Sequence[Record], base: str | None) -> tuple[str, ...]:
-    """`base` is the title of the row that the others are compared with."""
-    told = ["Time in training steps, loading of images included; memory of the whole process, libraries included."]
-    if any(run.processor_seconds is not None for run in runs):
-        told.append("The processor's time is without what other processes had of the machine.")
-    if base is None:
-        told.append("There is no fine-tuning among the rows to compare with.")
-    else:
-        told.append(f"Relative to {base}: the geometric mean over the data sets that both rows have.")
-    if where := circumstances(runs):
-        told.append(f"{where}.")
-    machines = {json.dumps(run.machine, sort_keys=True) for run in runs}
-    if len(machines) > 1:
-        told.append(f"The runs come from {len(machines)} machines or settings, so the figures may not compare.")
-    return tuple(told)
-
-
-def circumstances(records: Sequence[Record]) -> str:
-    """When, with which versions and on which machines."""
-    days = sorted({record.date[:10] for record in records if record.date})
-    versions = _joined(
-        ", ".join(f"{name} {record.versions[name]}" for name in ("bitgraft", "torch") if name in record.versions)
-        for record in records
-    )
-    parts = (" to ".join(dict.fromkeys(days[:1] + days[-1:])), versions, _joined(_machine(r.machine) for r in records))
-    return "; ".join(filter(None, parts))
-
-
-def _joined(words: Iterable[str]) -> str:
-    return " and ".join(sorted(set(filter(None, words))))
-
-
-def _machine(machine: Mapping[str, Any]) -> str:
-    if "cores" not in machine:
-        return ""
-    threads = machine.get("threads")
-    return (
-        f"{machine.get('system')} {machine.get('processor')}, {machine['cores']} cores, {threads} thread"
-        f"{'' if threads == 1 else 's'} for each run, {machine.get('gpu') or 'no GPU'}"
-    )
+def published_table(form: str, backbone: str, datasets: Iterable[str]) -> PublishedTable | None:
+    """The paper's table of this form that shares a data set with ours, of the same backbone if there is one."""
+    ours = set(datasets)
+    fitting = [table for table in published_tables() if table.form == form and ours & set(table.datasets)]
+    return next((table for table in fitting if table.backbone == backbone), fitting[0] if fitting else None)

@@ -1,20 +1,33 @@
 """The paper's tables from results: accuracy, decathlon accuracies and scores, ablation, and the cost of training."""
 
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from statistics import fmean, geometric_mean
+from typing import Any, NamedTuple
 
-from bitgraft.errors import BitgraftError, DataError
-from bitgraft.paper.report.published import PublishedRow, published_table
-from bitgraft.paper.report.records import Record
+from bitgraft.errors import DataError
+from bitgraft.paper.report.records import Record, current_names
 from bitgraft.paper.report.render import DASH, Cell, Line, Mark, Table
-from bitgraft.paper.report.results import Combine, Measure, Results, Stat, accuracy, caption, cost_notes, notes
+from bitgraft.paper.report.results import (
+    AnyRow,
+    Combine,
+    Measure,
+    PublishedTable,
+    Results,
+    Row,
+    Stat,
+    accuracy,
+    published_table,
+)
 from bitgraft.paper.scores import Baselines, challenge_baselines, decathlon_score, domain_titles, read_baselines
 
 LEARNED = "✓ is learned; k0 = 1 holds where a norm undoes the scale, elsewhere it is learned."
+PACKNET = (
+    "PackNet's tasks are counted with the values that they own, since the backbone stays whole here; the paper prunes "
+    "it and counts only which task has which weight."
+)
 Quantity = Callable[[Record], float | None]
 QUANTITIES: Sequence[tuple[str, str, Quantity, int]] = (
     ("ms per training image", "relative time", lambda run: run.per_image(run.seconds), 2),
@@ -24,12 +37,9 @@ QUANTITIES: Sequence[tuple[str, str, Quantity, int]] = (
 """Headings of a cost and of its ratio to fine-tuning, the cost of a run, and decimals."""
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     heading: str
-    ours: Callable[[str], Cell]
-    """The cell of one of our rows, by its name."""
-    theirs: Callable[[PublishedRow], Cell] = lambda row: Cell(DASH)
+    cell: Callable[[AnyRow], Cell]
     ranked: bool = False
 
 
@@ -42,8 +52,8 @@ def tables(results: Results, published: bool = False, baseline: str | None = Non
         return [ablation_table(results, published), cost]
     main, baselines = decathlon_table(results, published), baselines_of(results, baseline)
     if baselines is None:
-        told = f"No S yet: {results.suite.baseline}, which it is measured against, lacks results, or has no errors."
-        return [replace(main, notes=(*main.notes, told)), cost]
+        said = f"No S yet: {results.suite.baseline}, which it is measured against, lacks results, or has no errors."
+        return [replace(main, notes=(*main.notes, said)), cost]
     return [main, score_table(results, baselines, published), cost]
 
 
@@ -58,7 +68,7 @@ def accuracy_table(results: Results, published: bool = False) -> Table:
 
 def decathlon_table(results: Results, published: bool = False) -> Table:
     """Accuracies of each domain and their mean."""
-    columns = [_params(results, "Params"), *_by_dataset(results, accuracy, 1, "Mean", statistics.fmean)]
+    columns = [_params(results), *_by_dataset(results, accuracy, 1, "Mean", fmean)]
     return _table(results, "accuracies", columns, "decathlon" if published else None)
 
 
@@ -71,9 +81,9 @@ def score_table(results: Results, baselines: Baselines, published: bool = False)
             f" The total is over {len(results.datasets)} data sets, of the decathlon's 10 domains {len(here)}: not to "
             "be compared with totals over all ten."
         )
-    columns = [_params(results, "Params"), *_by_dataset(results, score_measure(baselines), 0, "Score", sum)]
-    table = _table(results, "scores", columns, "scores" if published else None)
-    return replace(table, caption=caption(results, "decathlon score S"), notes=(note, *table.notes))
+    columns = [_params(results), *_by_dataset(results, score_measure(baselines), 0, "Score", sum)]
+    table = _table(results, "scores", columns, "scores" if published else None, "decathlon score S")
+    return replace(table, notes=(note, *table.notes))
 
 
 def score_measure(baselines: Baselines) -> Measure:
@@ -82,41 +92,57 @@ def score_measure(baselines: Baselines) -> Measure:
 
 def ablation_table(results: Results, published: bool = False) -> Table:
     """k0 to k3 of each row (a constant, or learned), then its accuracies."""
-    columns = [*(_k(results, i) for i in range(4)), *_by_dataset(results, accuracy, 1)]
-    table = _table(results, "ablation", columns, "ablation" if published else None)
+    ks = [Column(f"k{i}", lambda row, i=i: Cell(row.k[i])) for i in range(4)]  # type: ignore[misc]
+    table = _table(results, "ablation", [*ks, *_by_dataset(results, accuracy, 1)], "ablation" if published else None)
     return replace(table, notes=(LEARNED, *table.notes))
 
 
 def cost_table(results: Results) -> Table:
     """Time for each training image and peak memory, also relative to fine-tuning on the same data sets."""
-    base = next((row for row in results.rows if results.method(row) == "finetune"), None)
-    columns: list[Column] = []
+    base = next((row for row in results.rows.values() if row.method == "finetune"), None)
+    headings: list[str] = []
+    lines: dict[str, list[Cell]] = {name: [] for name in results.rows}
     for heading, ratio, quantity, decimals in QUANTITIES:
-        costs = {row: _costs(results, row, quantity) for row in results.rows}
-        if any(costs.values()):
-            columns.append(Column(heading, partial(_mean_cost, costs, decimals)))
-            columns.append(Column(ratio, partial(_relative_cost, costs, base)))
-    every = [run for row in results.rows for run in results.of(row)]
-    stated = cost_notes(every, None if base is None else results.rows[base])
-    return replace(_table(results, "cost", columns), caption=f"{results.name}: cost of training", notes=stated)
+        costs = {name: _costs(row, quantity) for name, row in results.rows.items()}
+        if not any(costs.values()):
+            continue
+        headings += [heading, ratio]
+        theirs = _costs(base, quantity) if base else {}
+        for name, held in costs.items():
+            ratios = [cost / theirs[dataset] for dataset, cost in held.items() if theirs.get(dataset)]
+            relative = geometric_mean(ratios) if ratios and min(ratios) > 0 else None
+            lines[name] += [number(fmean(held.values()) if held else None, decimals), number(relative, 2)]
+    said = cost_notes([run for row in results.rows.values() for run in row.runs], base.title if base else None)
+    rows = tuple(Line(results.rows[name].title, tuple(cells)) for name, cells in lines.items())
+    return Table("cost", f"{results.name}: cost of training", "Method", tuple(headings), rows, tuple(said))
 
 
-def _table(results: Results, name: str, columns: Sequence[Column], form: str | None = None) -> Table:
+def _costs(row: Row, quantity: Quantity) -> Mapping[str, float]:
+    """The mean over seeds, by data set."""
+    found = {
+        name: [cost for run in runs if (cost := quantity(run)) is not None] for name, runs in row.by_dataset.items()
+    }
+    return {name: fmean(values) for name, values in found.items() if values}
+
+
+def _table(
+    results: Results, name: str, columns: Sequence[Column], form: str | None, what: str = "accuracy in per cent"
+) -> Table:
     """Methods down, the paper's (of its table of this form) last; best and second are marked in ranked columns."""
     paper = published_table(form, results.backbone, results.datasets) if form else None
-    theirs, cells = paper.rows if paper else (), []
+    rows: list[AnyRow] = [*results.rows.values(), *(paper.rows if paper else ())]
+    titles = [row.title if isinstance(row, Row) else f"{row.title} (paper)" for row in rows]
+    cells = []
     for column in columns:
-        ours = [column.ours(row) for row in results.rows]
+        made = [column.cell(row) for row in rows]
         if column.ranked:
-            compared = [cell.text != DASH and results.ranked(row) for row, cell in zip(results.rows, ours, strict=True)]
-            shown = [float(cell.text) if yes else None for cell, yes in zip(ours, compared, strict=True)]
-            ours = [replace(cell, mark=mark) for cell, mark in zip(ours, marks(shown), strict=True)]
-        cells.append([*ours, *map(column.theirs, theirs)])
-    titles = [*results.rows.values(), *(f"{row.title} (paper)" for row in theirs)]
+            compared = [row.ranked and cell.text != DASH for row, cell in zip(rows, made, strict=True)]
+            shown = [float(cell.text) if yes else None for cell, yes in zip(made, compared, strict=True)]
+            made = [replace(cell, mark=mark) for cell, mark in zip(made, marks(shown), strict=True)]
+        cells.append(made)
     lines = tuple(Line(title, row) for title, row in zip(titles, zip(*cells, strict=True), strict=True))
     headings = tuple(column.heading for column in columns)
-    stated = caption(results, "accuracy in per cent")
-    return Table(name, stated, "Method", headings, lines, tuple(notes(results, paper)))
+    return Table(name, caption(results, what), "Method", headings, lines, tuple(notes(results, paper)))
 
 
 def marks(shown: Sequence[float | None]) -> list[Mark | None]:
@@ -131,10 +157,10 @@ def marks(shown: Sequence[float | None]) -> list[Mark | None]:
     return [None if v is None else "best" if v == order[0] else "second" if v == second else None for v in shown]
 
 
-def number(value: Stat | float | None, decimals: int, show_n: bool = False) -> Cell:
+def number(value: Stat | float | str | None, decimals: int, show_n: bool = False) -> Cell:
     """A number, or a mean with its spread; a dash where there is none."""
-    if value is None:
-        return Cell(DASH)
+    if value is None or isinstance(value, str):
+        return Cell(value or DASH)
     if not isinstance(value, Stat):
         return Cell(f"{value:.{decimals}f}", value)
     spread = "" if value.sd is None else f" ± {value.sd:.{decimals}f}" + (f" ({value.n})" if show_n else "")
@@ -147,83 +173,109 @@ def _by_dataset(
     """A column for each data set, and one for the mean or total under the heading `whole`."""
     show_n = len(results.seed_counts) > 1
 
-    def column(name: str, title: str) -> Column:
-        return Column(
-            title,
-            ours=lambda row: number(results.cell(row, name, measure), decimals, show_n),
-            theirs=lambda row: number(row.values.get(name), decimals),
-            ranked=True,
-        )
+    def column(heading: str, value: Callable[[AnyRow], Stat | None]) -> Column:
+        return Column(heading, lambda row: number(value(row), decimals, show_n), ranked=True)
 
-    last = Column(
-        whole,
-        ours=lambda row: number(results.whole(row, measure, combine), decimals, show_n),
-        theirs=lambda row: number(row.over(results.datasets, combine), decimals),
-        ranked=True,
-    )
-    return [*(column(name, title) for name, title in results.datasets.items()), *([last] if whole else [])]
+    last = column(whole, lambda row: row.total(results.datasets, measure, combine))
+    each = [column(title, lambda row, n=name: row.cell(n, measure)) for name, title in results.datasets.items()]  # type: ignore[misc]
+    return [*each, last] if whole else each
 
 
-def _params(results: Results, heading: str) -> Column:
-    return Column(heading, lambda row: number(results.params(row), 2), lambda row: Cell(row.params or DASH))
-
-
-def _k(results: Results, i: int) -> Column:
-    def ours(row: str) -> Cell:
-        runs = results.of(row)
-        options = {**_defaults(runs[0].method), **runs[0].options} if runs else {}
-        value = options.get(f"k{i}", DASH)
-        return Cell({"learn": "✓", "auto": "1"}.get(value, value) if isinstance(value, str) else f"{value:g}")
-
-    return Column(f"k{i}", ours, lambda row: Cell(row.k[i]))
-
-
-def _defaults(method: str) -> dict[str, Any]:
-    from bitgraft.methods import registry  # brings torch, which no other table needs
-
-    try:
-        return dict(registry.plain(registry.get(method).options))
-    except BitgraftError:  # a method of another installation
-        return {}
-
-
-Costs = dict[str, dict[str, float]]
-"""By row and data set."""
-
-
-def _costs(results: Results, row: str, quantity: Quantity) -> dict[str, float]:
-    """The mean over seeds, by data set."""
-    found: dict[str, list[float]] = {}
-    for run in results.of(row):
-        if (value := quantity(run)) is not None:
-            found.setdefault(run.dataset, []).append(value)
-    return {name: statistics.fmean(values) for name, values in found.items()}
-
-
-def _mean_cost(costs: Costs, decimals: int, row: str) -> Cell:
-    return number(statistics.fmean(costs[row].values()) if costs[row] else None, decimals)
-
-
-def _relative_cost(costs: Costs, base: str | None, row: str) -> Cell:
-    theirs = costs[base] if base else {}
-    ratios = [value / theirs[name] for name, value in costs[row].items() if theirs.get(name)]
-    return number(statistics.geometric_mean(ratios) if ratios and min(ratios) > 0 else None, 2)
+def _params(results: Results, heading: str = "Params") -> Column:
+    return Column(heading, lambda row: number(row.parameters(results.datasets), 2))
 
 
 def baselines_of(results: Results, given: str | None) -> Baselines | None:
     """Errors of a row of these results, of a file, or the challenge's; None while the suite's own row has gaps."""
-    row = given or results.suite.baseline
-    if row is None:
+    name = given or results.suite.baseline
+    if name is None:
         return challenge_baselines()
-    if given is not None and row not in results.rows:
-        if not Path(row).is_file():
-            raise DataError(f"--baseline {row}: neither a row of {results.suite.name} nor a file")
-        return read_baselines(Path(row))
-    tried = [name for name in results.datasets if any(results.accuracies(other, name) for other in results.rows)]
-    found = {name: results.cell(row, name, accuracy) for name in tried}
-    errors = {name: 100 - cell.mean for name, cell in found.items() if cell and cell.mean < 100}
-    if lacking := [name for name in tried if name not in errors]:
-        if given is None:
-            return None
+    row = results.rows.get(name)
+    if given is not None and row is None:
+        if not Path(name).is_file():
+            raise DataError(f"--baseline {name}: neither a row of {results.suite.name} nor a file")
+        return read_baselines(Path(name))
+    found = {dataset: row.cell(dataset, accuracy) for dataset in results.tried} if row else {}
+    errors = {dataset: 100 - cell.mean for dataset, cell in found.items() if cell and cell.mean < 100}
+    lacking = [dataset for dataset in results.tried if dataset not in errors]
+    if row and not lacking:
+        return Baselines(errors, f"{row.title} in this table")
+    if given is not None:
         raise DataError(f"{given} cannot be the baseline: it has no result, or no errors, on {', '.join(lacking)}")
-    return Baselines(errors, f"{results.rows.get(row, row)} in this table")
+    return None
+
+
+def caption(results: Results, what: str) -> str:
+    epoch = "epoch selected on validation" if results.selected else "last epoch"
+    images = "validation set" if results.validation else "test set"
+    seeds = "one seed"
+    if len(results.seed_counts) > 1:
+        seeds = "mean ± standard deviation (number of seeds), one seed where no spread is given"
+    elif results.seed_counts - {1}:
+        seeds = f"mean ± standard deviation over {max(results.seed_counts)} seeds"
+    return f"{results.name}: {what} on the {images}, {epoch}, {seeds}"
+
+
+def notes(results: Results, paper: PublishedTable | None) -> list[str]:
+    rows, titles = results.rows.values(), results.datasets
+    unranked = ", ".join(row.title for row in rows if not row.ranked)
+    said = [f"Best in bold, second underlined{f'; not ranked, as references: {unranked}' if unranked else ''}."]
+    if own := ", ".join(title for name, title in titles.items() if any(row.inherits(name) for row in rows)):
+        joint = ", ".join(row.title for row in rows if row.joint)
+        but = f", but for {joint}, whose backbone is another" if joint else ""
+        said.append(
+            f"{own}: the backbone's own data, tried once; no task changes it, so each row has its accuracy{but}."
+        )
+    if any(row.method == "packnet" for row in rows):
+        said.append(PACKNET)
+    gaps = {row.title: [title for name, title in titles.items() if not row.accuracies(name)] for row in rows}
+    if missing := [f"{row} on {'all' if len(g) == len(titles) else ', '.join(g)}" for row, g in gaps.items() if g]:
+        said.append(f"Missing: {'; '.join(missing)}.")
+    places = ((f"{row.title} on {titles[name]}", runs) for row in rows for name, runs in row.by_dataset.items())
+    if mixed := [place for place, runs in places if len(set(map(_settings, runs))) > 1]:
+        said.append(f"Seeds of one cell were run with different settings: {', '.join(mixed)}.")
+    if paper:
+        other = f"; there over {len(paper.datasets)} data sets, whose images and splits need not be ours"
+        same = set(paper.datasets) == set(titles)
+        said.append(f'Rows of the paper: its table "{paper.caption}", not ranked{"" if same else other}.')
+    return said
+
+
+def _settings(run: Record) -> str:
+    return json.dumps([current_names(run.config) | {"seed": None}, dict(run.options)], sort_keys=True)
+
+
+def cost_notes(runs: Sequence[Record], base: str | None) -> list[str]:
+    """`base` is the title of the row that the others are compared with."""
+    said = ["Time in training steps, loading of images included; memory of the whole process, libraries included."]
+    if any(run.processor_seconds is not None for run in runs):
+        said.append("The processor's time is without what other processes had of the machine.")
+    if base is None:
+        said.append("There is no fine-tuning among the rows to compare with.")
+    else:
+        said.append(f"Relative to {base}: the geometric mean over the data sets that both rows have.")
+    if where := circumstances(runs):
+        said.append(f"{where}.")
+    machines = {json.dumps(run.machine, sort_keys=True) for run in runs}
+    if len(machines) > 1:
+        said.append(f"The runs come from {len(machines)} machines or settings, so the figures may not compare.")
+    return said
+
+
+def circumstances(records: Sequence[Record]) -> str:
+    """When, with which versions and on which machines."""
+    days = sorted({record.date[:10] for record in records if record.date})
+    versions = (", ".join(f"{p} {r.versions[p]}" for p in ("bitgraft", "torch") if p in r.versions) for r in records)
+    machines = (_machine(**record.machine) for record in records if "cores" in record.machine)
+    return "; ".join(
+        filter(None, [" to ".join(dict.fromkeys(days[:1] + days[-1:])), _joined(versions), _joined(machines)])
+    )
+
+
+def _joined(words: Iterable[str]) -> str:
+    return " and ".join(sorted(set(filter(None, words))))
+
+
+def _machine(cores: int, system: str = "", processor: str = "", threads: int = 1, gpu: Any = None, **_: Any) -> str:
+    each = f"{threads} thread{'' if threads == 1 else 's'} for each run"
+    return f"{system} {processor}, {cores} cores, {each}, {gpu or 'no GPU'}"

@@ -5,24 +5,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING
 
 from bitgraft.backbone.files import write_atomically
 from bitgraft.paper.figures import rendered
 from bitgraft.paper.report import figures
-from bitgraft.paper.report.published import published_table
 from bitgraft.paper.report.records import LINES, as_lines, holds_record_files, read_records, read_suites
 from bitgraft.paper.report.render import Table, comma_separated, from_template, latex_page, markdown_page
-from bitgraft.paper.report.results import Combine, Measure, Results, Stat, accuracy, circumstances, gather
-from bitgraft.paper.report.tables import baselines_of, score_measure, tables
-from bitgraft.paper.scores import Baselines
+from bitgraft.paper.report.results import Results, gather
+from bitgraft.paper.report.tables import baselines_of, circumstances, tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-OWN = {"imagenet", "imagenet12"}
-"""The backbone's own data: they add no parameters, and a suite may leave them out."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +51,8 @@ def write_report(
     captions: dict[str, str] = {}
     files: dict[str, bytes] = {}
     for grid in grids:
-        stem = _stem(grid, grids)
+        several = sum(other.suite.name == grid.suite.name for other in grids) > 1
+        stem = re.sub(r"[^\w.-]+", "-", f"{grid.suite.name}-{grid.backbone}" if several else grid.suite.name)
         made += [replace(table, name=f"{stem}-{table.name}") for table in tables(grid, published, baseline)]
         for name, caption, plot in _figures(grid, published, baseline) if can_draw else ():
             captions[f"{stem}-{name}.png"], files[f"{stem}-{name}.png"] = caption, rendered(plot, "png")
@@ -78,37 +73,13 @@ def write_report(
     return Report(tuple(made), tuple(out / name for name in files), can_draw)
 
 
-def _stem(grid: Results, grids: list[Results]) -> str:
-    """The suite's name; with the backbone where one suite ran on several."""
-    several = sum(other.suite.name == grid.suite.name for other in grids) > 1
-    return re.sub(r"[^\w.-]+", "-", f"{grid.suite.name}-{grid.backbone}" if several else grid.suite.name)
-
-
 def _figures(grid: Results, published: bool, baseline: str | None) -> Iterator[tuple[str, str, "Figure"]]:
     """Name, caption and plot of each figure that has something to show."""
-    if any(grid.accuracies(row, dataset) for row in grid.rows for dataset in grid.datasets):
-        yield "by-method", f"{grid.name}: accuracy by method", figures.by_method(grid)
+    if plot := figures.by_method(grid):
+        yield "by-method", f"{grid.name}: accuracy by method", plot
     if grid.form != "ablation":
         baselines = baselines_of(grid, baseline) if grid.form == "decathlon" else None
         what, unit = ("mean accuracy", ", %") if baselines is None else ("decathlon score S", "")
-        if points := _points(grid, published, baselines):
+        if points := figures.points(grid, published, baselines):
             plot = figures.against_parameters(points, what + unit, grid.name)
             yield "params", f"{grid.name}: {what} against parameters", plot
-
-
-def _points(grid: Results, published: bool, baselines: Baselines | None) -> list[figures.Point]:
-    """A point for each row with all data sets; and the paper's rows, if they have the same data sets."""
-    form = grid.form if baselines is None else "scores"
-    measure: Measure = accuracy if baselines is None else score_measure(baselines)
-    combine: Combine = fmean if baselines is None else sum
-    points = [
-        figures.Point(title, params, value)
-        for row, title in grid.rows.items()
-        if (value := grid.whole(row, measure, combine)) is not None and (params := grid.params(row)) is not None
-    ]
-    paper = published_table(form, grid.backbone, grid.datasets) if published else None
-    for theirs in paper.rows if paper and set(paper.datasets) - set(grid.datasets) <= OWN else ():
-        whole = theirs.over(grid.datasets, combine)
-        if theirs.params is not None and whole is not None:
-            points.append(figures.Point(f"{theirs.title} (paper)", float(theirs.params), Stat(whole, None, 1), True))
-    return points

@@ -19,7 +19,6 @@ ROOM = 1 << 21  # bytes of tiles at a time, of a kind, for each thread
 FEW, NARROW, LARGE, BLOCK = 32, 32, 1 << 16, 16
 """Tiles, and channels, below which it does not pay; kernels in inputs times outputs above which it does not, since they
 become four times as large; and what channels come in multiples of, as a processor's registers hold them."""
-SHARES = 8  # pieces of work at least, so that threads have a share each
 
 
 def suits(x: Tensor, shape: torch.Size, size: Pair) -> bool:
@@ -84,7 +83,7 @@ def _gather(kind: str, tiles: Tensor, map: Tensor, size: Pair = (1, 1), padding:
 
 
 def _run(way: str, kind: str, map: Tensor, planes: Tensor, down: int, padding: Pair) -> None:
-    loops, step = kernels.loops(LOOPS), -(-len(map) // SHARES)
+    loops, step = kernels.loops(LOOPS), -(-len(map) // kernels.shares())
     loop, number = getattr(loops, way), loops.KINDS.index(kind)
     ours = number, map.detach().permute(0, 2, 3, 1).numpy(), planes.detach().numpy(), down, *padding
     kernels.run((loop, *ours, first, min(first + step, len(map))) for first in range(0, len(map), step))

@@ -1,26 +1,37 @@
-"""`bitgraft anatomy`: what a task would change in a backbone."""
+"""`bitgraft anatomy`, `params` and `methods`: what a task changes in a backbone, what it costs, and how it does it."""
 
 import re
 from collections import Counter
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 
+from bitgraft.cli.app import command
 from bitgraft.cli.options import AsJson, Head, Weights
-from bitgraft.cli.output import show, table
+from bitgraft.cli.output import megabytes, show, table
 
 if TYPE_CHECKING:
     from bitgraft.backbone.anatomy import Anatomy
 
 Patterns = list[str] | None
 NAMES = "timm's name, wrn-DEPTH-WIDTH, resnet26, or package.module:function."
-TRY = """
+LEGEND = """\
+# params:  all tasks relative to the backbone, counted as in the paper: 32 bits are
+           one parameter, without classifiers and running statistics.
+task file: one added task on disk, including running statistics and header, without
+           the classifier.
+all files: the backbone and every task file, relative to the backbone.
+PackNet:   all tasks together, ceil(log2 tasks) bits per weight; the paper's 1.10
+           and 1.11 come from rounded megabytes. Its files also hold the values that
+           they own; the size is their mean."""
+
+
+@command("""
   bitgraft anatomy resnet50
   bitgraft anatomy vit_base_patch16_224 --skip "patch_embed.*"
-  bitgraft anatomy mypackage.nets:build --example 1,3,64,64 --json"""
-
-
+  bitgraft anatomy mypackage.nets:build --example 1,3,64,64 --json""")
 def anatomy(
     name: Annotated[str, Argument(metavar="NAME", help=NAMES)],
     weights: Weights = None,
@@ -35,15 +46,16 @@ def anatomy(
 
     Which weights it transforms, which norm layers it owns, where the head is, what is shared. Downloads nothing.
     """
-    reading: dict[str, Any] = {"transform": transform, "skip": skip, "norms": norms, "example": _shape(example)}
-    reading = {key: value for key, value in reading.items() if value}
-    if head is not None:
-        reading["head"] = None if head.lower() == "none" else head
-
     from bitgraft.backbone.loading import read_backbone
 
-    data = _plain(name, read_backbone(name, weights=weights, **reading))
+    given = {"transform": transform, "skip": skip, "norms": norms, "example": _shape(example)}
+    chosen = {option: value for option, value in given.items() if value}
+    data = _plain(name, read_backbone(name, weights=weights, **chosen, **_head(head)))
     show(as_json, data, *_parts(data))
+
+
+def _head(layer: str | None) -> dict[str, str | None]:
+    return {} if layer is None else {"head": None if layer.lower() == "none" else layer}
 
 
 def _plain(name: str, read: "Anatomy") -> dict[str, Any]:
@@ -112,3 +124,46 @@ def _shape(text: str | None) -> tuple[int, ...] | None:
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
         raise typer.BadParameter(f"--example {text}: give whole numbers with commas, as in 1,3,64,64")
     return tuple(map(int, text.split(",")))
+
+
+@command("""
+  bitgraft params
+  bitgraft params convnext_tiny --tasks 100""")
+def params(
+    name: Annotated[str | None, Argument(metavar="[NAME]", help="Any backbone; without it, the paper's.")] = None,
+    tasks: Annotated[int | None, Option(min=2, help="How many tasks, including the backbone's own [6].")] = None,
+    head: Head = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what tasks cost, method by method.
+
+    The paper's "# Params" rows from its architectures alone, or the same for any backbone.
+    """
+    if name is None and (tasks is not None or head is not None):
+        raise typer.BadParameter("--tasks and --head need the name of a backbone")
+
+    from bitgraft.backbone.loading import read_backbone
+    from bitgraft.paper.parameter_counts import account, paper_accounts
+
+    counted = [account(read_backbone(name, **_head(head)), tasks or 6, name)] if name else paper_accounts()
+    parts: list[Any] = []
+    for one in counted:
+        paper = any(row.printed for row in one.rows)
+        rows = [
+            [r.method, f"{r.relative:.2f}", *[r.printed] * paper, megabytes(r.file_bytes), f"{r.relative_files:.2f}"]
+            for r in one.rows
+        ]
+        title = f"{one.backbone}, {one.tasks} tasks, {one.parameters / 1e6:.2f} M parameters without the classifier"
+        parts += [title, table(["method", "# params>", *["paper>"] * paper, "task file>", "all files>"], rows)]
+    show(as_json, [asdict(one) for one in counted], *parts, LEGEND)
+
+
+@command("\n  bitgraft methods")
+def methods(as_json: AsJson = False) -> None:
+    """List the methods, with their equations."""
+    from bitgraft.methods import registry
+
+    known = [registry.get(name) for name in registry.method_names()]
+    rows = [{"name": one.name, "equation": one.equation, "summary": one.summary} for one in known]
+    data = [{**row, "options": registry.plain(one.options)} for row, one in zip(rows, known, strict=True)]
+    show(as_json, data, table(["method", "equation", "what it is"], [list(row.values()) for row in rows]))

@@ -1,0 +1,68 @@
+"""Settings chosen with one domain left out, and what they give on that one: `python -m benchmarks.domains RECORDS`.
+
+RECORDS is a folder of `bitgraft bench domains-grid` or a records.jsonl. Rows are called METHOD-SETTING. For each method
+and each domain the setting is the one with the best mean validation accuracy on all other domains; the table shows the
+test accuracy that this choice gives on the domain itself.
+"""
+
+import argparse
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean
+
+from bitgraft.paper.report.records import Record, read_records
+
+Accuracies = dict[str, dict[str, dict[str, float]]]
+
+
+def by_method(records: list[Record], what: str) -> Accuracies:
+    """Method -> row -> domain -> accuracy in percent, the mean over seeds, of the epoch that was kept."""
+    found: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for record in records:
+        value = getattr(record.selected, what)
+        found[record.method][record.row][record.dataset].append(100 * value)
+    return {
+        method: {row: {name: mean(seeds) for name, seeds in domains.items()} for row, domains in rows.items()}
+        for method, rows in found.items()
+    }
+
+
+def chosen(rows: dict[str, dict[str, float]], left_out: str) -> str:
+    """The setting that is best on validation, the domain left out."""
+    return max(rows, key=lambda row: mean(value for name, value in rows[row].items() if name != left_out))
+
+
+def table(records: list[Record]) -> str:
+    validation, test = by_method(records, "val_accuracy"), by_method(records, "test_accuracy")
+    domains = sorted({record.dataset for record in records})
+    complete = {
+        method: {row: values for row, values in rows.items() if set(values) == set(domains)}
+        for method, rows in validation.items()
+    }
+    lines = [
+        "| method | setting, times chosen | " + " | ".join(domains) + " | mean |",
+        "|---" * (len(domains) + 3) + "|",
+    ]
+    for method, rows in complete.items():
+        if not rows:
+            continue
+        picks = {name: chosen(rows, name) for name in domains}
+        values = [test[method][picks[name]][name] for name in domains]
+        counts = ", ".join(f"{row} {list(picks.values()).count(row)}" for row in rows if row in picks.values())
+        lines.append(f"| {method} | {counts} | " + " | ".join(f"{v:.1f}" for v in values) + f" | {mean(values):.1f} |")
+    lines += ["", "Every setting, validation and test accuracy, mean over the domains:", ""]
+    lines += ["| row | validation | test |", "|---|---|---|"]
+    for method, rows in complete.items():
+        for row, values in rows.items():
+            lines.append(f"| {row} | {mean(values.values()):.1f} | {mean(test[method][row].values()):.1f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", type=Path)
+    print(table(read_records(parser.parse_args().records)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""`bitgraft demo`, `bench`, `report`, `score` and `data`: what papers need."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Argument, Option
+
+from bitgraft.cli.app import app, command
+from bitgraft.cli.options import AsJson, Pretrained, Root, Suite, Weights, Workers
+from bitgraft.cli.output import FAILURE, console, show, table
+
+BASELINE = "The baseline of S [the suite's row, or the challenge's]."
+SUBMISSION = "Write the test answers of one row, in the challenge's format."
+data_app = typer.Typer(help="The data sets of a suite.", rich_markup_mode=None, no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+
+@command("""
+  bitgraft demo
+  bitgraft demo --folder my-demo""")
+def demo(
+    folder: Annotated[str, Option(metavar="DIR", help="For its store and report.html; made anew each time.")] = "demo",
+) -> None:
+    """Give a pretrained network two tasks, by three methods each, and compare.
+
+    Takes a few minutes on two cores and ends with a page, report.html. Needs the packages of
+    `pip install '.[demo]'`, in a clone of bitgraft.
+    """
+    from bitgraft.paper.demo import run
+
+    run(Path(folder), console(sys.stdout))
+
+
+@command("""
+  bitgraft bench decathlon --root data --rows full,finetune --seeds 0,1,2 --runs runs/decathlon
+  bitgraft bench my-suite.toml --root data --jobs 2
+  bitgraft bench decathlon --root data --rows full --train-on-val --submission results.json
+  bitgraft bench imagenet-to-sketch --plan""")
+def bench(
+    suite: Suite = "",
+    root: Root = Path(),
+    runs: Annotated[Path | None, Option(metavar="DIR", help="For task files and records [runs/SUITE].")] = None,
+    rows: Annotated[str | None, Option("--rows", "--methods", metavar="A,B", help="Only these rows.")] = None,
+    datasets: Annotated[str | None, Option(metavar="A,B", help="Only these data sets.")] = None,
+    seeds: Annotated[str | None, Option(metavar="0,1,2", help="Instead of the suite's own.")] = None,
+    backbone: Annotated[str | None, Option(metavar="NAME", help="Instead of the suite's own.")] = None,
+    weights: Weights = None,
+    pretrained: Pretrained = True,
+    jobs: Annotated[int, Option(min=1, help="Runs at a time.")] = 1,
+    threads: Annotated[int | None, Option(min=1, help="Per run [the cores divided by --jobs].")] = None,
+    workers: Workers = 0,
+    train_on_val: Annotated[bool, Option("--train-on-val", help="Devkit domains: train on train and val.")] = False,
+    submission: Annotated[Path | None, Option(metavar="FILE", help=SUBMISSION)] = None,
+    plan: Annotated[bool, Option("--plan", help="List the runs that are left and exit.")] = False,
+    known: Annotated[bool, Option("--list", help="List the built-in suites and exit.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run what is left of a suite, with a record of each run.
+
+    A suite is a grid: every row on every data set with every seed. A run with a record never runs again, so the same
+    command goes on after a kill, and runs what was added. A run that fails does not hold up the others.
+    """
+    from bitgraft.paper.bench import reading, runner
+    from bitgraft.paper.bench import suite as suites
+
+    if known:
+        held = {name: reading.load_suite(name) for name in reading.built_in()}
+        data = {name: {"title": one.title, "rows": [row.row for row in one.rows]} for name, one in held.items()}
+        lines = [f"{name:24}{s.title}: {len(s.datasets)} data sets, {len(s.rows)} rows" for name, s in held.items()]
+        show(as_json, data, "\n".join(lines))
+        return
+    if not suite:
+        raise typer.BadParameter(f"name a suite: one of {', '.join(reading.built_in())}, or a .toml file")
+    whole = reading.load_suite(suite)
+    if train_on_val:
+        whole = suites.on_all_labels(whole)
+    if backbone is not None or weights is not None or not pretrained:
+        whole = suites.on_backbone(whole, backbone or whole.backbone.name, weights, pretrained)
+    chosen = whole.chosen(_words(rows), _numbers(seeds), _words(datasets))
+    parts = [whole.name, backbone or "", "train-on-val" if train_on_val else ""]
+    folder = runs or Path("runs") / "-".join(filter(None, parts))
+    if submission is not None and len(chosen.rows) != 1:
+        raise typer.BadParameter("--submission is for one row: name it with --rows")
+    if plan:
+        board = runner.plan(chosen, folder)
+        done, left = [str(cell) for cell in board.done], [str(cell) for cell in board.left]
+        text = "\n  ".join([f"{len(done)} runs are done, {len(left)} are left", *left])
+        show(as_json, {"done": done, "left": left}, text)
+        return
+
+    from bitgraft.paper.bench.submission import write_submission
+
+    place = runner.Place(root, folder, threads or max(1, (os.cpu_count() or 1) // jobs), workers)
+    runner.describe(whole, folder)
+
+    def tell(board: runner.Board) -> None:
+        ended = len(board.done) + len(board.failed)
+        typer.echo(f"{ended} of {ended + len(board.left)} runs done, {len(board.failed)} failed", err=True)
+
+    board = runner.run(chosen, place, jobs, (lambda board: None) if as_json else tell)
+    failed = {str(cell): fault for cell, fault in board.failed.items()}
+    show(as_json, {"done": len(board.done), "failed": failed, "runs": str(folder)})
+    for cell, fault in failed.items():
+        typer.echo(f"error: {cell}: {fault}", err=True)
+    if board.left:
+        typer.echo(f"error: {len(board.left)} runs need the backbone, which could not be trained", err=True)
+    if failed:
+        raise typer.Exit(FAILURE)
+    if submission is not None:
+        count = write_submission(chosen, root, folder, submission)
+        typer.echo(f"{count:,} answers in {submission}", err=True)
+
+
+def _words(text: str | None) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()] if text else []
+
+
+def _numbers(text: str | None) -> list[int]:
+    try:
+        return [int(word) for word in _words(text)]
+    except ValueError:
+        raise typer.BadParameter(f"--seeds {text}: give whole numbers, as in --seeds 0,1,2") from None
+
+
+@command("""
+  bitgraft report runs/decathlon --published --output docs/results/decathlon
+  bitgraft report docs/results/decathlon/records.jsonl --baseline finetune --output other
+  bitgraft report runs/quick-grid --validation --json""")
+def report(
+    runs: Annotated[Path, Argument(metavar="RUNS", help="A folder of records, at any depth, or a records.jsonl.")],
+    out: Annotated[Path | None, Option("--output", "--out", metavar="DIR", help="[RUNS/report]")] = None,
+    published: Annotated[bool, Option("--published", help="Add the paper's rows.")] = False,
+    selected: Annotated[bool, Option("--selected", help="The best epoch on validation, not the last.")] = False,
+    validation: Annotated[bool, Option("--validation", help="Validation accuracies, to choose settings by.")] = False,
+    baseline: Annotated[str | None, Option(metavar="ROW|FILE", help=BASELINE)] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a benchmark's tables and figures.
+
+    Accuracy by data set with the size of all tasks, decathlon scores, cost, and the ablation, in Markdown, LaTeX, CSV
+    and HTML; figures as PNG; and the records in one file, records.jsonl, which this command reads as well. The best
+    method of each data set is bold, the second underlined.
+    """
+    from bitgraft.paper.report.render import markdown
+    from bitgraft.paper.report.write import usual_place, write_report
+
+    if validation and published:
+        raise typer.BadParameter("--validation and --published exclude each other: the paper's are test accuracies")
+    what: dict[str, Any] = {"published": published, "selected": selected, "validation": validation}
+    written = write_report(runs, out or usual_place(runs), baseline=baseline, **what)
+    files = [str(file) for file in written.files]
+    data = {"files": files, "tables": [table.plain() for table in written.tables]}
+    show(as_json, data, *map(markdown, written.tables), "\n  ".join(["Written:", *files]))
+    if not written.drawn:
+        typer.echo("no figures were drawn, since matplotlib is not installed: pip install matplotlib", err=True)
+
+
+@command("""
+  bitgraft score results.json --annotations decathlon/annotations
+  bitgraft score results.json --annotations decathlon/annotations --baseline mine.toml""")
+def score(
+    file: Annotated[Path, Argument(metavar="FILE", help="The submission, a JSON file.")],
+    annotations: Annotated[Path, Option(metavar="DIR", help="The folder of <domain>_test.json, with labels.")],
+    baseline: Annotated[Path | None, Option(metavar="FILE", help="Baseline errors in TOML [the challenge's].")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score a submission to the Visual Decathlon.
+
+    Accuracy and S of each domain, and the total. S is 250 for the baseline and 1000 for no errors.
+    """
+    from bitgraft.paper import scores
+
+    baselines = scores.challenge_baselines() if baseline is None else scores.read_baselines(baseline)
+    scored = scores.score_submission(scores.read_submission(file), scores.read_labels(annotations), baselines)
+    fields = {"baseline_error": "baseline"} | {n: n for n in ("domain", "images", "correct", "accuracy", "score")}
+    data = {
+        "domains": [{key: getattr(one, field) for key, field in fields.items()} for one in scored.domains],
+        "mean_accuracy": scored.accuracy,
+        "score": scored.total,
+        "absent": list(scored.absent),
+        "baselines": baselines.source,
+    }
+    rows = [
+        (d.domain, d.images, d.correct, f"{100 * d.accuracy:.2f}", f"{100 - d.baseline:.2f}", f"{d.score:.1f}")
+        for d in scored.domains
+    ]
+    images, correct = (sum(getattr(one, part) for one in scored.domains) for part in ("images", "correct"))
+    rows.append(("all", images, correct, f"{100 * scored.accuracy:.2f}", "", f"{scored.total:.1f}"))
+    told = f"Accuracies in per cent, the last one their mean over the domains; baselines: {baselines.source}."
+    if scored.absent:
+        told += f"\nS is over {len(scored.domains)} domains; missing: {', '.join(scored.absent)}."
+    show(as_json, data, table(["domain", "images>", "right>", "accuracy>", "baseline>", "S>"], rows), told)
+
+
+@data_app.callback()
+def data() -> None:
+    """The data sets of a suite."""
+
+
+CHECKS = """
+  bitgraft data check decathlon --root data
+  bitgraft data check my-suite.toml --root data --json"""
+
+
+@command(CHECKS, to=data_app)
+def check(suite: Suite, root: Root = Path(), as_json: AsJson = False) -> None:
+    """Check each data set of a suite: images of each split, classes, checksums.
+
+    For one that is missing or different: what is wrong, where it comes from and which files are read. The exit code is
+    then 1.
+    """
+    from bitgraft.paper.bench.check import check_suite, layout, unchecked
+    from bitgraft.paper.bench.reading import load_suite
+
+    held, report, lines = load_suite(suite), {}, []
+    for dataset, (name, found) in zip(held.datasets, check_suite(held, root), strict=True):
+        faults, gone, read = list(found), unchecked(dataset, root), layout(dataset)
+        about = {"faults": faults, "layout": read, "source": dataset.source, "unchecked": gone}
+        report[name] = {"ready": not faults, **about}
+        told = ["ready" + (f"; not here to be checked: {', '.join(gone)}" if gone else "")]
+        if faults:
+            told = [*faults, *([f"from: {dataset.source}"] if dataset.source else []), f"read as: {read}"]
+        lines += [f"{'' if number else name:16}{line}" for number, line in enumerate(told)]
+    show(as_json, report, "\n".join(lines))
+    if not all(one["ready"] for one in report.values()):
+        raise typer.Exit(FAILURE)

@@ -1,0 +1,225 @@
+"""A network as an ONNX graph without weights: traced once, kept in a cache folder, given each task's weights in memory.
+
+The graph takes its weights as inputs, so no optimiser can compute anything from one task's weights. A norm behind a
+convolution is folded into it; `FOLDS` in the graph's metadata says which, and `folded` does it to a task's weights.
+"""
+
+import hashlib
+import importlib
+import json
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from bitgraft import __version__
+from bitgraft.backbone.files import write_atomically
+from bitgraft.backbone.tracing import logits
+from bitgraft.errors import ArchiveError, ExportError, how_to_install
+
+IMAGES, LOGITS, FOLDS = "images", "logits", "bitgraft.folds"
+CACHE = "BITGRAFT_CACHE"  # the environment variable that names another cache folder
+VERSIONED = ("onnx", "onnxscript", "torch")
+
+
+class Scores(nn.Module):
+    """The tensor of scores in what a module returns (transformers wrap it)."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, images: Tensor) -> Tensor:
+        return logits(self.inner(images))
+
+
+def scores_module(plain: nn.Module, images: Tensor) -> nn.Module:
+    """The module, wrapped if it returns anything but a tensor."""
+    with torch.no_grad():
+        return plain if isinstance(plain(images), Tensor) else Scores(plain).eval()
+
+
+def program(module: nn.Module, *examples: Tensor) -> ExportedProgram:
+    """The module traced for batches of any size; the first input is the batch."""
+    shapes = ({0: Dim("batch", min=1)}, *(None for _ in examples[1:]))
+    try:
+        with torch.no_grad():
+            return torch.export.export(module, examples, dynamic_shapes=shapes, strict=False)
+    except Exception as cause:  # tracing a network can raise nearly anything
+        raise ExportError(
+            f"torch.export cannot follow {type(module).__name__} for batches of any size "
+            f"({type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}); plain weights can be exported still"
+        ) from cause
+
+
+def to_onnx(traced: ExportedProgram, inputs: Iterable[str], *, optimize: bool = True) -> Any:
+    """What torch.onnx makes of a traced network."""
+    need("onnx"), need("onnxscript")
+    try:
+        return torch.onnx.export(
+            traced,
+            dynamo=True,
+            input_names=list(inputs),
+            output_names=[LOGITS],
+            verbose=False,
+            external_data=False,
+            optimize=optimize,
+        )
+    except Exception as cause:  # the exporter wraps whatever went wrong
+        raise ExportError(
+            f"torch.onnx cannot convert this network ({type(cause).__name__}: "
+            f"{str(cause).strip().partition(chr(10))[0]}); try --format torch-export"
+        ) from cause
+
+
+def need(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as cause:
+        raise ExportError(
+            f"ONNX needs {module}, which cannot be imported ({cause}): {how_to_install('onnx')}"
+        ) from cause
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A convolution and the batch norm behind it, by the names of their tensors."""
+
+    weight: str
+    bias: str | None
+    norm: tuple[str, str, str, str]
+    """Scale, shift, mean and variance."""
+    epsilon: float
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What the folded weight and bias are called."""
+        return f"{self.weight}:folded", f"{self.weight}:folded_bias"
+
+
+def folded(state: Mapping[str, Tensor], folds: Iterable[Fold]) -> dict[str, Tensor]:
+    """The state, and for each convolution and its norm W s and (b - mean) s + shift, s = scale / sqrt(var + eps)."""
+    made = dict(state)
+    for fold in folds:
+        weight, (scale, shift, mean, variance) = state[fold.weight], (state[name] for name in fold.norm)
+        s = scale / torch.sqrt(variance + fold.epsilon)
+        bias = -mean if fold.bias is None else state[fold.bias] - mean
+        made[fold.names[0]] = weight * s.view(-1, *[1] * (weight.ndim - 1))
+        made[fold.names[1]] = torch.addcmul(shift, bias, s)
+    return made
+
+
+def make_graph(module: nn.Module, images: Tensor) -> bytes:
+    """The module as an ONNX file whose weights are inputs, named as in its state dict."""
+    made = to_onnx(program(module, images), [IMAGES], optimize=False)
+    ir, optimizer = need("onnx_ir"), need("onnxscript.optimizer")
+    state, graph = module.state_dict(), made.model.graph
+    for name in graph.initializers.keys() & state.keys():
+        graph.inputs.append(value := graph.initializers.pop(name))
+        value.const_value = None
+    optimizer.optimize(made.model)
+    folds = [fold for node in list(graph) if (fold := _fold(ir, graph, node, state)) is not None]
+    for value in [value for value in graph.inputs[1:] if not value.uses()]:
+        graph.inputs.remove(value)
+    model = ir.to_proto(made.model)
+    for node in model.graph.node:
+        del node.metadata_props[:]  # this machine's file names, which the exporter notes at each node
+        node.doc_string = ""
+    del model.graph.value_info[:]  # other tasks may have more classes
+    del model.graph.output[0].type.tensor_type.shape.dim[1:]
+    need("onnx").helper.set_model_props(model, {FOLDS: json.dumps([astuple(fold) for fold in folds])})
+    return bytes(model.SerializeToString())
+
+
+def _fold(ir: Any, graph: Any, node: Any, state: Mapping[str, Tensor]) -> Fold | None:
+    """Take a batch norm behind a convolution out of the graph, if nothing else looks at what is between them."""
+    conv = node.inputs[0].producer() if node.op_type == "BatchNormalization" else None
+    if conv is None or conv.op_type != "Conv" or len(conv.outputs[0].uses()) > 1:
+        return None
+    weight, bias = conv.inputs[1], conv.inputs[2] if len(conv.inputs) > 2 else None
+    if (
+        bias is not None
+        and bias.name not in state
+        and bias.const_value is not None
+        and not bias.const_value.numpy().any()
+    ):
+        bias = None  # the exporter puts zeros where a layer has none
+    tensors = [weight, *([] if bias is None else [bias]), *node.inputs[1:5]]
+    if any(value.name not in state or len(value.uses()) > 1 for value in tensors):
+        return None
+    names = tuple(value.name for value in node.inputs[1:5])
+    epsilon = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
+    fold = Fold(weight.name, bias and bias.name, names, epsilon)
+    conv.resize_inputs(3)
+    for place, (name, like) in enumerate(zip(fold.names, (weight, node.inputs[1]), strict=True), start=1):
+        made = ir.Value(name=name, shape=like.shape, type=like.type)
+        graph.inputs.append(made)
+        conv.replace_input_with(place, made)
+    ir.convenience.replace_all_uses_with(node.outputs[0], conv.outputs[0], replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+    return fold
+
+
+class GraphCache:
+    """Graphs in a folder, each under a hash of the backbone, the structure that a task gives it, and versions.
+
+    Why a network has no graph is kept as well, so that nobody waits for the same failure twice.
+    """
+
+    def __init__(self, fingerprint: str, folder: Path | None = None) -> None:
+        self._fingerprint, self.folder = fingerprint, folder or cache_folder()
+
+    def get(self, module: nn.Module, images: Tensor, head: Iterable[str] = ()) -> bytes:
+        """The module's graph, made if it is not there. Tensors of the `head` may have any size."""
+        path = self.folder / f"{self.key(module, images, head)}.onnx"
+        refused = path.with_suffix(".txt")
+        if path.exists():
+            return path.read_bytes()
+        if refused.exists():
+            raise ExportError(refused.read_text())
+        need("onnx"), need("onnxscript")  # what is only missing here is no property of the network
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # remarks on the network's code, for nobody here to act on
+                graph = make_graph(module, images)
+        except ExportError as problem:
+            self._write(refused, str(problem).encode())
+            raise
+        self._write(path, graph)
+        return graph
+
+    def key(self, module: nn.Module, images: Tensor, head: Iterable[str] = ()) -> str:
+        layers = {name.rpartition(".")[0] for name in head}
+        parts = [(p, type(m).__qualname__, "" if p in layers else m.extra_repr()) for p, m in module.named_modules()]
+        shapes = [(n, str(t.dtype), None if n in set(head) else [*t.shape]) for n, t in module.state_dict().items()]
+        versions = [__version__, *(_version(name) for name in VERSIONED)]
+        text = json.dumps([self._fingerprint, parts, shapes, [*images.shape[1:]], str(images.dtype), versions])
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def _write(self, path: Path, data: bytes) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, data)
+        except (OSError, ArchiveError):
+            return  # a cache that cannot be written to costs time only
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)  # quicker than importing it
+    except metadata.PackageNotFoundError:
+        return str(need(package).__version__)
+
+
+def cache_folder() -> Path:
+    """`$BITGRAFT_CACHE`, else bitgraft's folder in the user's cache."""
+    if given := os.environ.get(CACHE):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bitgraft"

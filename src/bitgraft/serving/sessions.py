@@ -1,0 +1,167 @@
+"""Tasks that stay busy get a session of onnxruntime, made in a thread of its own; until then they run on PyTorch.
+
+Sessions and PyTorch's computed weights share one budget of bytes. When it is used up, a busier task takes the place of
+the least recently used session, unless that one is busier still. Pinned tasks have theirs from the start, and keep it.
+"""
+
+import ctypes
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary, WeakSet
+
+from bitgraft.errors import ExportError
+from bitgraft.runtime.engines import COPIES, Session
+from bitgraft.serving.library import Entry, Library
+from bitgraft.workflows.prediction import task_session
+
+log = logging.getLogger("bitgraft.serving")
+BUSY = 16  # images that a task answers on PyTorch before it gets a session
+MEMORY = 1024  # images of all tasks after which what was counted weighs half
+
+
+@dataclass
+class _Held:
+    session: Session
+    used: int
+    """When it last ran, in images of all tasks."""
+
+
+class Sessions:
+    """The sessions of one worker. `get` is for the thread that runs the tasks; the others may come from anywhere."""
+
+    def __init__(
+        self,
+        library: Library,
+        *,
+        budget: int,
+        pinned: Collection[str] = (),
+        enabled: bool = True,
+        make: Callable[..., Session] = task_session,
+    ) -> None:
+        self._library, self._budget, self._pinned, self._enabled, self._make = library, budget, pinned, enabled, make
+        self._held: WeakKeyDictionary[Entry, _Held] = WeakKeyDictionary()  # a replaced task's session goes with it
+        self._wanted: WeakSet[Entry] = WeakSet()
+        self.reasons: WeakKeyDictionary[Entry, str] = WeakKeyDictionary()
+        """Why a task has no session and will not get one."""
+        self._heat: Counter[str] = Counter()
+        self._images = self.made = self.dropped = 0
+        self._lock = threading.Lock()
+        self._orders: queue.SimpleQueue[Entry] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="bitgraft-sessions", daemon=True)
+
+    def start(self) -> None:
+        if self._enabled:
+            self._thread.start()
+        self.keep_pinned()
+
+    def keep_pinned(self) -> None:
+        """Order what pinned tasks lack; their files may have been replaced."""
+        tasks = self._library.tasks
+        for entry in [tasks[name] for name in self._pinned if name in tasks]:
+            if self._enabled:
+                self._order(entry)
+            elif entry not in self.reasons:
+                self._on_torch(entry, "sessions are off")
+
+    def get(self, entry: Entry, images: int) -> Session | None:
+        """The task's session, if it has one. If it has none and is busy, one is ordered."""
+        if not self._enabled:
+            return None
+        with self._lock:
+            self._images += images
+            self._heat[entry.inner] += images
+            if self._images // MEMORY != (self._images - images) // MEMORY:
+                self._heat = Counter({name: heat // 2 for name, heat in self._heat.items() if heat > 1})
+            held = self._held.get(entry)
+            if held is not None:
+                held.used = self._images
+                return held.session
+            wanted = self._heat[entry.inner] >= BUSY and self._fits(entry, self._estimate())
+        if wanted:
+            self._order(entry)
+        return None
+
+    def engine(self, entry: Entry) -> str:
+        return "onnxruntime" if entry in self._held else "torch"
+
+    def ready(self) -> bool:
+        """Every pinned task that is there has its session, or a reason to have none."""
+        tasks = self._library.tasks
+        pinned = [tasks[name] for name in self._pinned if name in tasks]
+        return all(entry in self._held or entry in self.reasons for entry in pinned)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(held.session.nbytes for held in list(self._held.values()))
+
+    def _order(self, entry: Entry) -> None:
+        with self._lock:
+            if entry in self._wanted or entry in self._held or entry in self.reasons:
+                return
+            self._wanted.add(entry)
+        self._orders.put(entry)
+
+    def _work(self) -> None:
+        while True:
+            entry = self._orders.get()
+            try:
+                self._add(entry, self._make(self._library.net, entry.inner))
+            except ExportError as problem:
+                self._on_torch(entry, str(problem))
+            except Exception as problem:  # whatever goes wrong with one task, the others go on
+                self._on_torch(entry, f"{type(problem).__name__}: {problem}")
+            self._wanted.discard(entry)
+            del entry
+
+    def _add(self, entry: Entry, session: Session) -> None:
+        """Keep a session, in the place of others if need be. The task's weights in PyTorch are not needed any more."""
+        with self._lock:
+            fits = self._fits(entry, session.nbytes, drop=True)
+            if fits:
+                self._held[entry] = _Held(session, self._images)
+                self.made += 1
+        del session
+        if fits:
+            self._library.net.release(entry.inner)
+            log.info("%s: runs on onnxruntime now", entry)
+        self._library.net.limit_memory(max(0, self._budget - self.nbytes))
+        give_memory_back()
+
+    def _fits(self, entry: Entry, size: int, *, drop: bool = False) -> bool:
+        """There is room for one more session, or would be without those that may go for this task."""
+        room = self._budget - self.nbytes
+        for other, held in sorted(self._held.items(), key=lambda pair: pair[1].used):
+            if size <= room:
+                break
+            if other.name not in self._pinned and self._heat[other.inner] < self._heat[entry.inner]:
+                room += held.session.nbytes
+                if drop:
+                    del self._held[other]
+                    self.dropped += 1
+        return size <= room or entry.name in self._pinned
+
+    def _estimate(self) -> int:
+        """What the next session will take."""
+        known = next((held.session.nbytes for held in list(self._held.values())), None)
+        return known or COPIES * 4 * self._library.store.size.parameters
+
+    def _on_torch(self, entry: Entry, reason: str) -> None:
+        if entry.name in self._pinned:
+            self._library.net.module(entry.inner)  # computed, and kept
+        if self._enabled:
+            log.warning("%s: stays on PyTorch: %s", entry, reason)
+        self.reasons[entry] = reason
+
+
+def give_memory_back() -> None:
+    """Let the C library return what was freed to the system; glibc keeps it otherwise."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)

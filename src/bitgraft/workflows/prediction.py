@@ -1,0 +1,106 @@
+"""From images to a task's answers: the same in Python, on the command line and over HTTP."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL.Image import Image
+from torch import Tensor
+
+from bitgraft.backbone.tracing import logits
+from bitgraft.data.decode import Picture
+from bitgraft.data.preprocessing import Preprocessing, evaluation_tensor
+from bitgraft.errors import ExportError
+from bitgraft.network import Network
+from bitgraft.runtime.engines import EngineName, Session, make_session
+from bitgraft.runtime.heads import stated_preprocessing
+from bitgraft.runtime.onnx_graph import GraphCache
+
+Answers = list[dict[str, Any]]
+"""The likeliest classes first, as {"class": name, "probability": number}."""
+PROBES = 2  # images on which a session must agree with PyTorch
+MANY = 64  # images; for fewer, making a session takes longer than it saves
+
+
+def predict(
+    net: Network, task: str, images: Picture | Iterable[Picture], *, top: int = 5, batch: int = 32
+) -> Answers | list[Answers]:
+    """A task's likeliest classes for an image, or for each of several.
+
+        predict(net, "flowers", "rose.jpg")       # [{"class": "rose", "probability": 0.98}, ...]
+        predict(net, "flowers", [first, second])  # a list of those
+
+    Args:
+        images: files, bytes of files, PIL images or arrays (H, W, C); they are resized and normalised as in training.
+        top: how many classes.
+        batch: images at a time.
+    """
+    if isinstance(images, str | Path | bytes | Image | np.ndarray | Tensor):
+        return _answers(net, task, [images], top, batch)[0]
+    return _answers(net, task, list(images), top, batch)
+
+
+def _answers(net: Network, task: str, pictures: list[Picture], top: int, batch: int) -> list[Answers]:
+    preprocessing, held, answers = preprocessing_of(net, task), net._find(task), list[Answers]()
+    was_training = held.training
+    held.eval()
+    try:
+        for start in range(0, len(pictures), batch):
+            tensors = [evaluation_tensor(picture, preprocessing) for picture in pictures[start : start + batch]]
+            scores = probabilities(torch_scores(net, task, torch.stack(tensors)))
+            answers += [best(row, held.classes, top) for row in scores]
+    finally:
+        held.train(was_training)
+    return answers
+
+
+def preprocessing_of(net: Network, task: str) -> Preprocessing:
+    own = task == net.original
+    stated = stated_preprocessing(net.backbone) if own else net._added(task).metadata.preprocessing
+    return Preprocessing.from_dict(stated)
+
+
+@torch.no_grad()
+def torch_scores(net: Network, task: str, images: Tensor) -> Tensor:
+    """(N, classes), on the CPU, wherever the network is."""
+    return logits(net(images.to(net.anatomy.device), task=task)).cpu()
+
+
+def probabilities(scores: Tensor) -> Tensor:
+    return scores.float().softmax(1)
+
+
+def task_session(net: Network, task: str) -> Session:
+    """The task in onnxruntime, checked against PyTorch; an `ExportError` says why it cannot be."""
+    device, dtype = net.anatomy.device, net.anatomy.dtype
+    if device.type != "cpu" or dtype != torch.float32:
+        raise ExportError(f"onnxruntime runs float32 on a CPU here, and this network is {dtype} on {device}")
+    wanted, own = preprocessing_of(net, task), task == net.original
+    images = torch.randn((PROBES, wanted.channels, *wanted.size), generator=torch.Generator().manual_seed(0))
+    head = [] if own or net.tasks[task].metadata.head != "classes" else net.anatomy.head_names()
+    return make_session(net.export(task), images, torch_scores(net, task, images), GraphCache(net.fingerprint), head)
+
+
+def choose_engine(net: Network, task: str, engine: EngineName, images: int) -> tuple[Callable[[Tensor], Tensor], str]:
+    """What gives a task's scores for so many images, and why that is PyTorch although onnxruntime was to be tried."""
+    run, reason = partial(torch_scores, net, task), ""
+    if engine == "onnxruntime":
+        return task_session(net, task), ""
+    if engine == "auto" and images >= MANY:
+        try:
+            return task_session(net, task), ""
+        except ExportError as problem:
+            reason = str(problem)
+    return run, reason
+
+
+def best(scores: Tensor, classes: Sequence[str] | None, top: int) -> Answers:
+    """The likeliest of an image's classes."""
+    values, indices = scores.topk(min(top, len(scores)))
+    return [
+        {"class": classes[index] if classes else str(index), "probability": value}
+        for value, index in zip(values.tolist(), indices.tolist(), strict=True)
+    ]

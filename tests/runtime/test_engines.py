@@ -1,0 +1,140 @@
+"""onnxruntime gives PyTorch's answers, from one graph per backbone, or says why it cannot."""
+
+import sys
+
+import pytest
+import timm
+import torch
+from tiny import batch, learn, run, settled, tiny
+from torch import nn
+
+from bitgraft import Network
+from bitgraft.errors import ExportError
+from bitgraft.runtime import onnx_graph
+from bitgraft.runtime.engines import Session, check_agreement, make_session
+from bitgraft.runtime.onnx_graph import Fold, GraphCache, folded
+
+EXPORTER = "torch.export cannot follow"
+
+
+class Moody(nn.Module):
+    """Which way it goes depends on the values, so it has no graph."""
+
+    def forward(self, x):
+        return x.mean((2, 3)) if x.sum() > 0 else x.amax((2, 3))
+
+
+def taught(net: Network, name: str, *shape: int, classes: int = 3, method: str = "full") -> Network:
+    net.add_task(name, classes=classes, method=method, preprocessing={"size": shape[-1] if shape else 8})
+    learn(net, name, batch(4, *shape), rate=1e-2)
+    net.tasks[name].freeze()
+    return net.eval()
+
+
+def session(net: Network, name: str, folder, *shape: int) -> Session:
+    images = batch(3, *shape)
+    head = net.anatomy.head_names()
+    return make_session(
+        net.export(name), images, run(net, images, task=name), GraphCache(net.fingerprint, folder), head
+    )
+
+
+def test_a_folded_norm_is_what_the_convolution_and_the_norm_give():
+    torch.manual_seed(0)
+    for bias in (True, False):
+        pair = settled(nn.Sequential(nn.Conv2d(4, 6, 3, groups=2, bias=bias), nn.BatchNorm2d(6))).eval()
+        names = tuple(f"1.{name}" for name in ("weight", "bias", "running_mean", "running_var"))
+        fold = Fold("0.weight", "0.bias" if bias else None, names, pair[1].eps)
+        made = folded(pair.state_dict(), [fold])
+        images = batch(2, 4, 8, 8)
+        given = nn.functional.conv2d(images, *(made[name] for name in fold.names), groups=2)
+        torch.testing.assert_close(given, run(pair, images), rtol=1e-5, atol=1e-6)
+
+
+def test_tasks_of_all_kinds_and_sizes_run_in_sessions_of_few_graphs(tmp_path):
+    net = Network(tiny())
+    plan = {"a": ("full", 3), "b": ("simple", 7), "c": ("finetune", 2), "d": ("lora", 4)}
+    for name, (method, classes) in plan.items():
+        taught(net, name, classes=classes, method=method)
+    for name in plan:
+        made = session(net, name, tmp_path)
+        for count in (1, 5):
+            images = batch(count, seed=count)
+            torch.testing.assert_close(made(images), run(net, images, task=name), rtol=1e-4, atol=1e-5)
+        assert made.nbytes > 8 * sum(p.numel() for p in net.export(name).parameters())  # the weights twice
+    assert len(list(tmp_path.glob("*.onnx"))) == 1
+    names = {entry.name for entry in onnx_graph.need("onnx").load(next(tmp_path.iterdir())).graph.input}
+    assert {"images", "stem.weight:folded", "stem.weight:folded_bias", "fc.weight"} <= names
+    assert not any("norm" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("test_resnet", {}), ("test_vit", {"img_size": 32}), ("densenet121", {"growth_rate": 4, "block_config": (2, 1)})],
+)
+def test_families_of_networks(family, options, tmp_path):
+    torch.manual_seed(0)
+    net = taught(Network(timm.create_model(family, **options).eval(), example=(1, 3, 32, 32)), "t", 3, 32, 32)
+    images = batch(4, 3, 32, 32, seed=5)
+    expected = run(net, images, task="t")
+    difference = (session(net, "t", tmp_path, 3, 32, 32)(images) - expected).abs().max()
+    assert difference <= 1e-4 * expected.abs().max()
+
+
+def test_why_a_network_has_no_graph_is_said_and_found_out_once(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    net = taught(Network(nn.Sequential(nn.Conv2d(3, 4, 3), Moody(), nn.Linear(4, 2)).eval()), "t")
+    with pytest.raises(ExportError, match=EXPORTER):
+        session(net, "t", tmp_path)
+    monkeypatch.setattr(onnx_graph, "make_graph", None)
+    with pytest.raises(ExportError, match=EXPORTER):
+        session(net, "t", tmp_path)
+    assert not list(tmp_path.glob("*.onnx"))
+
+
+def test_a_damaged_graph_in_the_cache_is_not_used(tmp_path):
+    net = taught(Network(tiny()), "t")
+    expected = session(net, "t", tmp_path)(batch(2))
+    (path,) = tmp_path.glob("*.onnx")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert torch.equal(session(net, "t", tmp_path)(batch(2)), expected)
+    with pytest.raises(ExportError, match="cannot make a session"):
+        Session(path.read_bytes(), net.export("t").state_dict())
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    net = taught(Network(tiny()), "t")
+    made = session(net, "t", tmp_path / "file" / "cache")
+    torch.testing.assert_close(made(batch(2)), run(net, batch(2), task="t"), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("missing", ["onnx", "onnxscript", "onnxruntime"])
+def test_a_missing_package_is_named_and_not_held_against_the_network(missing, tmp_path, monkeypatch):
+    net = taught(Network(tiny()), "t")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, missing, None)
+        with pytest.raises(ExportError, match=rf"{missing}, which cannot be imported.*pip install '.\[onnx\]'"):
+            session(net, "t", tmp_path)
+    assert not list(tmp_path.glob("*.txt"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(0.9e-3, None), (1.1e-3, "differ from PyTorch's by 1.1e-03"), (float("nan"), "differ"), (None, "shape")],
+)
+def test_scores_that_differ_are_refused(change, said):
+    expected = torch.tensor([[1.0, 0.0, 0.5], [0.0, 2.0, 1.0]])
+    given = expected[:, :2].clone() if change is None else expected + change * torch.tensor([[0.0, 0, 0], [0, 0, 2.0]])
+    if said is None:
+        check_agreement(given, expected)
+    else:
+        with pytest.raises(ExportError, match=said):
+            check_agreement(given, expected)
+
+
+def test_another_best_class_is_refused_unless_it_is_a_tie():
+    expected = torch.tensor([[100.0, 99.99, 0.0]])
+    with pytest.raises(ExportError, match="best class"):
+        check_agreement(expected + torch.tensor([[-0.02, 0.0, 0.0]]), expected)
+    check_agreement(torch.tensor([[1.0, 1.000001]]), torch.tensor([[1.0, 1.0]]))

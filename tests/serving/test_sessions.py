@@ -1,0 +1,230 @@
+"""Busy tasks go over to onnxruntime within a budget, and everything else goes on."""
+
+import gc
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from services import Served, add, new_store, offline, picture, served, until
+
+from bitgraft.errors import ExportError, ServingError
+from bitgraft.serving import sessions as tiers
+from bitgraft.serving.library import Library
+from bitgraft.serving.sessions import BUSY, Sessions
+from bitgraft.serving.settings import Settings
+from bitgraft.serving.supervisor import open_library, prepare_graphs
+
+SIZE = 100  # bytes of a made-up session
+NAMES = ("birds", "cars", "dogs")
+
+
+class Made:
+    """In the place of a session: its task, and as many bytes as we like."""
+
+    def __init__(self, net, inner) -> None:
+        self.inner, self.nbytes = inner, SIZE
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sessions")
+    store, net = new_store(folder, NAMES)
+    return folder, store, net
+
+
+@pytest.fixture
+def library(tmp_path):
+    store, net = new_store(tmp_path, NAMES)
+    made = Library(store, net.joint_copy())
+    made.scan()
+    return made
+
+
+def holding(library, *, sessions: float, make=Made, pinned=()) -> Sessions:
+    made = Sessions(library, budget=int(sessions * SIZE), make=make, pinned=pinned)
+    made._estimate = lambda: SIZE
+    made.start()
+    return made
+
+
+def busy(held: Sessions, entry, images: int = BUSY):
+    held.get(entry, images)
+    until(lambda: held.get(entry, 1) is not None, "it got no session")
+
+
+def test_a_task_runs_on_pytorch_until_it_is_busy_and_then_has_its_own_session(library):
+    held = holding(library, sessions=3)
+    birds, cars = library.tasks["birds"], library.tasks["cars"]
+    assert [held.get(birds, 1) for _ in range(BUSY - 1)] == [None] * (BUSY - 1)
+    assert held.engine(birds) == "torch"
+    busy(held, birds, 1)
+    assert held.get(birds, 1).inner == birds.inner
+    assert (held.engine(birds), held.get(cars, 1), len(held), held.nbytes) == ("onnxruntime", None, 1, SIZE)
+
+
+def test_the_least_recently_used_session_goes_for_a_busier_task_and_only_for_such(library):
+    held = holding(library, sessions=2)
+    birds, cars, dogs = (library.tasks[name] for name in NAMES)
+    busy(held, birds)
+    busy(held, cars)
+    held.get(birds, 2 * BUSY)
+    held.get(dogs, BUSY)  # no busier than those that are there
+    assert [held.engine(entry) for entry in (birds, cars, dogs)] == ["onnxruntime", "onnxruntime", "torch"]
+    busy(held, dogs, BUSY)
+    assert [held.engine(entry) for entry in (birds, cars, dogs)] == ["onnxruntime", "torch", "onnxruntime"]
+    assert (held.made, held.dropped, held.nbytes) == (3, 1, 2 * SIZE)
+
+
+def test_a_budget_below_one_session_makes_none(library):
+    held = holding(library, sessions=0.5, make=None)
+    assert [held.get(library.tasks["birds"], 1) for _ in range(4 * BUSY)] == [None] * 4 * BUSY
+    assert not held.reasons
+
+
+def test_pytorch_gets_what_sessions_leave_of_the_budget(library):
+    held = holding(library, sessions=3)
+    library.net(torch.zeros(1, 3, 32, 32), task=library.tasks["birds"].inner)
+    assert library.net.resident == {library.tasks["birds"].inner}
+    busy(held, library.tasks["birds"])
+    until(lambda: library.net.memory == 2 * SIZE, "the budget is not shared")
+    assert not library.net.resident
+
+
+@pytest.mark.parametrize("problem", [ExportError("it has no graph"), MemoryError("no room")])
+def test_a_session_that_cannot_be_made_is_tried_once_and_said(library, problem, caplog):
+    tried = []
+
+    def fail(net, inner):
+        tried.append(inner)
+        raise problem
+
+    held, birds = holding(library, sessions=3, make=fail, pinned=("birds",)), library.tasks["birds"]
+    until(held.ready, "it waits for ever")
+    assert [held.get(birds, BUSY) for _ in range(5)] == [None] * 5
+    assert tried == [birds.inner]
+    assert str(problem) in held.reasons[birds]
+    assert f"birds: stays on PyTorch: {held.reasons[birds]}" in caplog.text
+    assert birds.inner in library.net.resident  # pinned all the same
+
+
+def test_pinned_tasks_are_made_first_and_stay(library):
+    began, go = threading.Event(), threading.Event()
+
+    def slowly(net, inner):
+        began.set()
+        assert go.wait(60)
+        return Made(net, inner)
+
+    held = holding(library, sessions=1, make=slowly, pinned=("birds",))
+    assert began.wait(60)
+    assert not held.ready()
+    go.set()
+    until(held.ready, "it is not ready")
+    held.get(library.tasks["cars"], 100 * BUSY)
+    assert [held.engine(library.tasks[name]) for name in ("birds", "cars")] == ["onnxruntime", "torch"]
+
+
+def test_a_replaced_tasks_session_goes_with_it(library):
+    held = holding(library, sessions=3, pinned=("birds",))
+    until(held.ready, "it is not ready")
+    add(library.store, new_net(library), "birds", seed=7)
+    library.scan()
+    gc.collect()
+    assert (len(held), held.ready()) == (0, False)
+    held.keep_pinned()
+    until(held.ready, "the new version has no session")
+    assert held.get(library.tasks["birds"], 1).inner == library.tasks["birds"].inner
+
+
+def new_net(library):
+    return library.net.joint_copy().eval()
+
+
+def test_exact_answers_and_unknown_pins(place):
+    folder = place[0] / "store"
+    with pytest.raises(ServingError, match="exact answers are PyTorch's"):
+        Settings(store=folder, exact=True, engine="onnxruntime")
+    assert not Settings(store=folder, exact=True).sessions
+    assert not Settings(store=folder, device="cuda").sessions
+
+
+@pytest.fixture(scope="module")
+def service(place):
+    with served(place[0], "--engine", "onnxruntime", "--pin", "cars", "--poll", "0.1") as running:
+        yield running
+
+
+def near(given: list, expected: list) -> bool:
+    pairs = zip(given, expected, strict=True)
+    return all(g["class"] == e["class"] and abs(g["probability"] - e["probability"]) < 1e-5 for g, e in pairs)
+
+
+def test_a_pinned_task_has_its_session_when_the_service_is_ready(service: Served, place):
+    assert {name: row["engine"] for name, row in service.tasks().items()} == {
+        "birds": "torch",
+        "cars": "onnxruntime",
+        "dogs": "torch",
+        "original": "torch",
+    }
+    assert near(service.answers("cars", picture()), offline(place[2], "cars", picture()))
+
+
+def test_answers_are_the_same_on_the_way_to_a_session(service: Served, place):
+    wanted = {seed: offline(place[2], "birds", picture(seed)) for seed in range(6)}
+    ended = threading.Event()
+
+    def ask(number: int) -> bool:
+        good = True
+        while not ended.is_set():
+            for seed, want in wanted.items():
+                good &= near(service.answers("birds", picture(seed)), want)
+        return good
+
+    with ThreadPoolExecutor(3) as clients:
+        asking = [clients.submit(ask, number) for number in range(3)]
+        try:
+            until(lambda: service.tasks()["birds"]["engine"] == "onnxruntime", "it stays on PyTorch")
+        finally:
+            ended.set()
+        assert all(one.result(60) for one in asking)
+    assert near(service.answers("birds", picture()), wanted[0])
+    assert "bitgraft_sessions 2.0" in service.http.get("/metrics").text
+
+
+def test_a_file_swapped_under_a_session_gives_the_new_answers(service: Served, place):
+    _, store, net = place
+    add(store, net, "cars", seed=21, classes=6)
+    new = offline(net, "cars", picture())
+    until(lambda: service.answers("cars", picture())[0]["class"] == new[0]["class"], "the new file was not picked up")
+    until(lambda: service.tasks()["cars"]["engine"] == "onnxruntime", "it has no session")
+    assert near(service.answers("cars", picture()), new)
+
+
+def test_without_onnxruntime_the_service_runs_on_pytorch(library, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    held = Sessions(library, budget=10**9, pinned=("birds",))
+    held.start()
+    until(held.ready, "it waits for ever")
+    assert "onnxruntime, which cannot be imported" in held.reasons[library.tasks["birds"]]
+
+
+def test_onnxruntime_is_insisted_on_only_if_asked_for(library, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    folder = library.store.folder
+    prepare_graphs(Settings(store=folder), library)
+    assert "tasks run on PyTorch: ONNX needs onnxruntime" in caplog.text
+    with pytest.raises(ServingError, match="the tasks cannot run on onnxruntime: ONNX needs onnxruntime"):
+        prepare_graphs(Settings(store=folder, engine="onnxruntime"), library)
+
+
+def test_a_task_that_is_not_there_cannot_be_pinned(place, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(place[0]), *sys.path])
+    monkeypatch.delitem(sys.modules, "served_net", raising=False)
+    with pytest.raises(ServingError, match="no task 'fish' to pin; the store has birds, cars"):
+        open_library(Settings(store=place[0] / "store", pin=("fish",)))
+
+
+def test_memory_is_given_back():
+    tiers.give_memory_back()  # no more than that it works here: what it returns is measured in docs/serving.md
