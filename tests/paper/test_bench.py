@@ -23,7 +23,7 @@ from bitgraft.paper.bench import reading, record, runner, submission, worker
 from bitgraft.paper.bench.reading import load_suite, parse
 from bitgraft.paper.bench.runner import Place
 from bitgraft.paper.bench.suite import Cell, on_all_labels, on_backbone, settings
-from bitgraft.paper.report.records import read_records, read_suites
+from bitgraft.paper.report.records import as_lines, read_records, read_suites
 from bitgraft.paper.report.results import gather, published_table
 from bitgraft.paper.report.tables import tables
 from bitgraft.paper.scores import domain_titles
@@ -265,6 +265,20 @@ def test_a_run_leaves_a_record_and_is_not_made_again(place):
     (place.runs / "full" / "seed-0" / "runs" / "photos" / "record.json").write_text("{")
     with pytest.raises(SuiteError, match="is damaged"):
         runner.plan(held, place.runs)
+
+
+def test_records_of_a_report_are_taken_over(place, tmp_path):
+    one = small(rows=[{"row": "head", "method": "classifier"}])
+    runner.run(one, place, work=in_this_process)
+    lines = tmp_path / "records.jsonl"
+    lines.write_text(as_lines(read_records(place.runs), {}))
+    runner.adopt(lines, tmp_path / "elsewhere")
+    assert not runner.plan(one, tmp_path / "elsewhere").left
+    assert read_records(tmp_path / "elsewhere") == [
+        replace(known, where=known.where.replace("/runs/head", "/elsewhere/head")) for known in read_records(place.runs)
+    ]
+    with pytest.raises(SuiteError, match="made with other settings"):
+        runner.plan(replace(one, config={**one.config, "batch": 4}), tmp_path / "elsewhere")
 
 
 def test_the_selected_epoch_is_tried_as_it_was(place):

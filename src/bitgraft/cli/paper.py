@@ -43,6 +43,7 @@ def bench(
     suite: Suite = "",
     root: Root = Path(),
     runs: Annotated[Path | None, Option(metavar="DIR", help="For task files and records [runs/SUITE].")] = None,
+    records: Annotated[Path | None, Option(metavar="FILE", help="Records of an earlier report: done already.")] = None,
     rows: Annotated[str | None, Option("--rows", "--methods", metavar="A,B", help="Only these rows.")] = None,
     datasets: Annotated[str | None, Option(metavar="A,B", help="Only these data sets.")] = None,
     seeds: Annotated[str | None, Option(metavar="0,1,2", help="Instead of the suite's own.")] = None,
@@ -84,6 +85,8 @@ def bench(
     folder = runs or Path("runs") / "-".join(filter(None, parts))
     if submission is not None and len(chosen.rows) != 1:
         raise typer.BadParameter("--submission is for one row: name it with --rows")
+    if records is not None:
+        runner.adopt(records, folder)
     if plan:
         board = runner.plan(chosen, folder)
         done, left = [str(cell) for cell in board.done], [str(cell) for cell in board.left]

@@ -127,6 +127,15 @@ def records(suite: Suite, runs: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in paths if path.exists()]
 
 
+def adopt(source: Path, runs: Path) -> None:
+    """Take over records that a report keeps (records.jsonl), where `runs` has none of its own: they are done."""
+    for known in report.read_records(source):
+        path = record_path(runs, Cell(known.row, known.seed, (known.dataset,)), known.dataset)
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, (json.dumps(dict(known.content), indent=1) + "\n").encode())
+
+
 def describe(suite: Suite, runs: Path) -> None:
     """Write the order and titles of the table's rows and columns for `bitgraft report`."""
     about = asdict(from_dict(report.Suite, asdict(suite), ignore_unknown=True))
