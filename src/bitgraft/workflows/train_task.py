@@ -171,7 +171,7 @@ def train(
             task.load_state_dict(result.best_tasks[request.task])
             other_test = tested(net, request, data)
             task.load_state_dict(last)
-        _finish(net, request, data)
+        finish(net, request, data)
         test = task.metrics.get("test")
         best_test = other_test or test
         if accelerator.is_main_process:
@@ -181,7 +181,7 @@ def train(
     return TrainResult(task, path, result.history, test, data.skipped, result.best, best_test)
 
 
-def _finish(net: Network, request: Request, data: TrainData) -> None:
+def finish(net: Network, request: Request, data: TrainData) -> Task:
     """Freeze a task, round it to what its file holds, and measure it as it is then."""
     task = net.tasks[request.task]
     task.freeze()
@@ -190,6 +190,7 @@ def _finish(net: Network, request: Request, data: TrainData) -> None:
         task.metrics[task.metrics["kept"]] |= {f"val_{what}": value for what, value in found.items()}
     if test := tested(net, request, data):
         task.metrics["test"] = test
+    return task
 
 
 @contextlib.contextmanager
