@@ -1,6 +1,7 @@
 """What a process trains: tasks and nothing else, so that only what they learn is reduced between processes."""
 
-from collections.abc import Callable, Iterable, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -79,10 +80,12 @@ class Learner(nn.Module):
 class Objective:
     """Cross entropy with its usual options, or a loss of the user's own; always the sum over a batch."""
 
-    def __init__(self, tasks: Iterable[Task], loss: Loss | None = None, label_smoothing: float = 0.0) -> None:
+    def __init__(self, tasks: Collection[Task], loss: Loss | None = None, label_smoothing: float = 0.0) -> None:
         self.loss, self.label_smoothing = loss, label_smoothing
         self.outputs = {task.name: len(task.classes) if task.classes is not None else None for task in tasks}
         self.weights: dict[str, Tensor | None] = dict.fromkeys(self.outputs)
+        for task in tasks if loss == "model" else ():
+            check_takes_targets(task.anatomy.backbone)
 
     def weigh(
         self, task: str, weights: Literal["balanced"] | tuple[float, ...], data: Any, device: torch.device
@@ -128,6 +131,14 @@ class Objective:
                 f"{what} has the label {low if low < 0 else high}, but task {task!r} has {outputs} classes, numbered "
                 "from 0: add the task with as many classes as the data has"
             )
+
+
+def check_takes_targets(backbone: nn.Module) -> None:
+    if len(taken := inspect.signature(backbone.forward).parameters) < 2:
+        raise TrainingError(
+            f"loss='model' needs a network that takes the targets, too, and {type(backbone).__name__} takes only "
+            f"{', '.join(taken)}: pass a function of its output and the targets as the loss"
+        )
 
 
 def models_own(output: Any) -> Tensor:

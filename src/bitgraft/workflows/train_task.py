@@ -104,6 +104,11 @@ def open_store(folder: str | Path, backbone: Backbone | None) -> tuple[Store, Ne
 def open_request(request: Request) -> TrainData:
     """Find the images, without those that cannot be read where the request says so."""
     splits = open_data(request.data, seed=request.config.seed, root=request.root, val_share=request.val_share)
+    if len(splits.classes) == 1:
+        raise DataError(
+            f"all images of {request.data} are of one class, {splits.classes[0]!r}, so there is nothing to tell apart: "
+            "give it images of at least two classes"
+        )
     return TrainData(*drop_bad(splits)) if request.skip_bad else TrainData(splits, [])
 
 
