@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from bitgraft.training.evaluation import evaluate as evaluate
     from bitgraft.training.loop import fit as fit
     from bitgraft.training.presets import preset as preset
+    from bitgraft.training.task_model import TaskModel as TaskModel
     from bitgraft.workflows.prediction import predict as predict
 
 __version__ = "0.1.0"
@@ -98,6 +99,7 @@ _MODULES = {
     "training.evaluation": ("evaluate",),
     "training.loop": ("fit",),
     "training.presets": ("preset",),
+    "training.task_model": ("TaskModel",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = sorted(_MODULE_OF)

@@ -18,9 +18,9 @@ from bitgraft.format import archive, dependencies, restore
 from bitgraft.runtime import grouping
 from bitgraft.runtime.fingerprint import Fingerprint
 from bitgraft.runtime.module_cache import ModuleCache, SpareModule, computed_bytes
-from bitgraft.runtime.new_task import new_task, trainable_parameters
+from bitgraft.runtime.new_task import new_task, original_task, trainable_parameters
 from bitgraft.runtime.task_module import TaskModule
-from bitgraft.task import Metadata, Task, check_name, dotless, dotted
+from bitgraft.task import Task, check_name, dotless, dotted
 
 
 class Network(nn.Module):
@@ -53,7 +53,7 @@ class Network(nn.Module):
         self.backbone, self.original = backbone, check_name(original)
         self.active, self.memory = active, memory
         self._tasks = nn.ModuleDict()
-        self._original = Task(Metadata(original, "classifier", {}, "keep"), self.anatomy, {}, {}, None)
+        self._original = original_task(self.anatomy, original)
         self.joint = False  # the weights that tasks share may learn: of a `joint_copy`, until it is trained
         self._fingerprint = Fingerprint(self.anatomy)
         self._begin()

@@ -5,8 +5,11 @@
       flowers.safetensors     a task
       runs/flowers/           metrics of its training, and a checkpoint while that runs
 
-Task files are self-contained: copy them to any store of the same backbone.
+Task files are self-contained: copy them to any store of the same backbone. torch is loaded when a network is asked for,
+not to list what is there.
 """
+
+from __future__ import annotations
 
 import contextlib
 import json
@@ -15,18 +18,18 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from bitgraft.backbone.files import write_atomically
-from bitgraft.backbone.loading import load_backbone
-from bitgraft.backbone.weight_files import PACKAGE
+from bitgraft.backbone.files import PACKAGE, check_name, write_atomically
 from bitgraft.errors import ArchiveError, StoreError, UnknownTaskError
-from bitgraft.format.archive import Archive, content, read_archive
-from bitgraft.network import Network
-from bitgraft.task import Task, check_name
+from bitgraft.format.summary import Summary, read_summary
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from bitgraft.format.archive import Archive
+    from bitgraft.network import Network
+    from bitgraft.task import Task
 
 SUFFIX = ".safetensors"
 FORMAT = 1
@@ -47,6 +50,10 @@ class Backbone:
 
     def build(self) -> nn.Module:
         """The network in evaluation mode. Random weights are the same each time."""
+        import torch
+
+        from bitgraft.backbone.loading import load_backbone
+
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return load_backbone(self.name, weights=self.weights, pretrained=self.pretrained).eval()
@@ -62,7 +69,7 @@ class Size:
     """How many of them a task can transform."""
 
     @classmethod
-    def of(cls, net: Network) -> "Size":
+    def of(cls, net: Network) -> Size:
         weights = sum(weight.shape.numel() for weight in net.anatomy.weights.values())
         return cls(sum(p.numel() for p in net.backbone.parameters()), weights)
 
@@ -98,7 +105,7 @@ class Store:
         return (Path(folder) / RECORD).exists()
 
     @classmethod
-    def create(cls, folder: str | Path, backbone: Backbone, net: Network) -> "Store":
+    def create(cls, folder: str | Path, backbone: Backbone, net: Network) -> Store:
         """Create a store, or open the one that is there if it has the same backbone.
 
         Weights that lie within the folder are recorded relative to it, so that the folder can be moved.
@@ -130,6 +137,8 @@ class Store:
 
     def network(self, **options: Any) -> Network:
         """The backbone without tasks; options are those of `Network`."""
+        from bitgraft.network import Network
+
         net = Network(self.backbone.build(), **options)
         if net.fingerprint != self.fingerprint:
             raise StoreError(
@@ -155,26 +164,34 @@ class Store:
             raise UnknownTaskError(f"the store at {self.folder} has no task {task!r}; it has {known}")
         return self.path(task)
 
+    def summary(self, task: str) -> Summary:
+        """What a task's file says of itself, without its weights."""
+        return read_summary(self.file(task))
+
     def archive(self, task: str) -> Archive:
+        from bitgraft.format.archive import read_archive
+
         return read_archive(self.file(task))
 
     def load(self, net: Network, task: str, *, above: tuple[str, ...] = ()) -> Task:
         """Add a task to the network, and before it the tasks that it builds on; `above` are those waiting for it."""
         waiting, there = (*above, task), self.names()
-        for earlier in self.archive(task).metadata.depends_on:
+        for earlier in self.summary(task).metadata.depends_on:
             if earlier not in net.tasks and earlier not in waiting and earlier in there:
                 self.load(net, earlier, above=waiting)
         return net.load_task(self.path(task), name=task)
 
     def check_replaceable(self, task: str) -> None:
         """Refuse to overwrite a task that others build on."""
+        from bitgraft.format.archive import content
+
         try:
             digest = content(self.archive(task))
         except (UnknownTaskError, ArchiveError):  # there is none, or a broken one, on which no task can build
             return
         for name in self.names():
             with contextlib.suppress(ArchiveError):
-                if name != task and digest in self.archive(name).metadata.depends_on.values():
+                if name != task and digest in self.summary(name).metadata.depends_on.values():
                     raise StoreError(f"task {task!r} cannot be replaced: {name!r} builds on it; choose another name")
 
     def sizes(self) -> Iterator[tuple[str, int]]:

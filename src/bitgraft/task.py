@@ -2,38 +2,22 @@
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp.autocast_mode import is_autocast_available
 
 from bitgraft.backbone.anatomy import Anatomy
-from bitgraft.errors import TaskError, UnsafeNameError
+from bitgraft.backbone.files import check_name as check_name
+from bitgraft.errors import TaskError
 from bitgraft.transforms.base import Prunable, Transform, widened
 from bitgraft.transforms.masked import Masked, transformed
 from bitgraft.transforms.shared_masks import own_mask
 
-HeadKind = Literal["classes", "linear", "module", "keep", "none"]
-"""classes: the backbone's own last layer with other tensors in it; linear: one put behind a backbone that gives
-features, or in the place of a tied last layer; module: the user's; keep: the backbone's, as it is; none: features."""
-
-
-@dataclass(frozen=True)
-class Metadata:
-    """What a task says of itself, all of it plain data that goes into its file."""
-
-    name: str
-    method: str
-    options: Mapping[str, Any]
-    head: HeadKind
-    classes: tuple[str, ...] | None = None
-    preprocessing: Mapping[str, Any] = field(default_factory=dict)
-    depends_on: Mapping[str, str] = field(default_factory=dict)
-    """Earlier tasks that this one cannot run without, with their fingerprints (PackNet, borrowed masks), in order."""
+if TYPE_CHECKING:
+    from bitgraft.format.metadata import Metadata
 
 
 class Task(nn.Module):
@@ -41,7 +25,7 @@ class Task(nn.Module):
 
     def __init__(
         self,
-        metadata: Metadata,
+        metadata: "Metadata",
         anatomy: Anatomy,
         transforms: Mapping[str, Transform],
         owned: Mapping[str, Tensor],
@@ -259,16 +243,6 @@ class Task(nn.Module):
     def extra_repr(self) -> str:
         count = len(self.classes) if self.classes is not None else "no"
         return f"{self.name!r}, method={self.metadata.method!r}, {count} classes, {self.bits() / 8000:.0f} kB"
-
-
-def check_name(name: str) -> str:
-    """A task's name is also a file's: letters, digits, dot, dash and underscore, no path."""
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        raise UnsafeNameError(
-            f"{name!r} cannot be a task's name: use up to 100 letters, digits, '.', '-' and '_', "
-            "starting with a letter or digit"
-        )
-    return name
 
 
 @functools.lru_cache(maxsize=1 << 16)

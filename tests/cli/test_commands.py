@@ -13,6 +13,7 @@ import pytest
 from bitgraft import Network, __version__, method_names, wide_resnet
 from bitgraft.cli import main as cli
 from bitgraft.cli.backbone import grouped
+from bitgraft.store import Backbone, Store
 
 BITGRAFT = [sys.executable, "-c", "from bitgraft.cli.main import main; main()"]
 COMMANDS = ["anatomy", "inspect", "params", "methods"]
@@ -47,6 +48,18 @@ def test_help_loads_nothing_heavy_and_is_quick() -> None:
     assert done.stderr.strip() == ""
     assert all(command in done.stdout for command in COMMANDS)
     assert time.perf_counter() - start < 5  # about 0.2 s on an idle machine
+
+
+def test_listing_takes_no_torch(task_file: str) -> None:
+    folder = Path(task_file).parent
+    Store.create(folder, Backbone("wrn-10-1"), Network(wide_resnet(10, 1)))
+    lists = [["tasks", "--store", str(folder)], ["methods"], ["bench", "--list"], ["inspect", task_file]]
+    code = "import sys; sys.modules['torch'] = None\nfrom bitgraft.cli.main import app\n"
+    code += f"for command in {lists!r}:\n    app(command, standalone_mode=False)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    for said in ("flowers", "piggyback-bn", "Visual Decathlon", "bits per weight"):
+        assert said in done.stdout
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -96,9 +109,12 @@ def test_inspect_shows_the_task(bitgraft, task_file: str) -> None:
     code, out, err = bitgraft("inspect", task_file)
     assert (code, err) == (0, "")
     assert "2: rose, tulip" in out
-    assert "stages.2.0.shortcut.weight" in out
-    code, out, _ = bitgraft("inspect", task_file, "--json")
-    assert json.loads(out)["name"] == "flowers"
+    assert "stages.2.0.shortcut.weight" not in out
+    assert "stages.2.0.shortcut.weight" in bitgraft("inspect", task_file, "--layers")[1]
+    brief, whole = (json.loads(bitgraft("inspect", task_file, *more, "--json")[1]) for more in ([], ["--layers"]))
+    assert brief["name"] == "flowers"
+    assert brief == {name: whole[name] for name in brief}
+    assert set(whole) - set(brief) == {"density", "layers"}
 
 
 def test_methods_lists_all(bitgraft) -> None:

@@ -144,7 +144,8 @@ def test_one_class_is_refused_and_few_images_are_warned_of(run, tmp_path):
     photos(tmp_path / "one", classes=("red",))
     code, _, err = run("train", "one", *RUN)
     assert (code, err.count("\n")) == (1, 1)
-    assert "all 8 training images of task 'colours' are of one class, 'red', so there is nothing to tell apart" in err
+    assert "all images of one are of one class, 'red', so there is nothing to tell apart" in err
+    assert not (tmp_path / "bitgraft-store").exists()
     photos(tmp_path / "few", train=2)
     code, out, _ = run("train", "few", *RUN)
     assert code == 0
@@ -304,6 +305,7 @@ def test_several_data_sets_jointly(run, tmp_path):
     assert set(made) == {"a.safetensors", "b.safetensors", "weights/backbone.safetensors"}
     assert not (tmp_path / "joint/runs/_joint/state.pt").exists()
     assert read_archive(tmp_path / "joint/b.safetensors").metadata.classes == ("blue", "red")
+    assert read_archive(tmp_path / "joint/b.safetensors").format == 2  # rounded, as any other
     code, out, _ = run("eval", "more", "--task", "b", "--store", "joint", "--json")
     assert code == 0
     accuracy = json.loads(out)["accuracy"]
@@ -323,6 +325,12 @@ def test_several_data_sets_jointly(run, tmp_path):
     code, out, _ = run("train", "photos", "--task", "c", "--size", "16", "--epochs", "1", "--store", "joint")
     assert code == 0  # a further task, of another method
     assert files(tmp_path / "joint").items() >= made.items()
+
+
+def test_a_joint_run_may_keep_its_norm_layers_as_they_are(run, tmp_path):
+    photos(tmp_path / "more", classes=("blue", "red"))
+    assert run(*JOINT, "--no-compact")[0] == 0
+    assert read_archive(tmp_path / "joint/b.safetensors").format == 1
 
 
 def test_an_interrupted_joint_command_resumes_to_the_same_bytes(run, tmp_path):

@@ -16,7 +16,7 @@ from torch import nn
 
 import bitgraft
 from bitgraft.format import archive
-from bitgraft.task import Metadata
+from bitgraft.format.metadata import Metadata
 
 torch.set_num_threads(1)
 GOLDEN = Path(__file__).parents[1] / "golden" / "format-1.safetensors"

@@ -57,7 +57,7 @@ def test_bytes_by_kind_add_up_to_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("classes", [5, 64])
 def test_a_fine_tuned_file_keeps_head_and_weights_apart(classes: int, tmp_path: Path) -> None:
     task, found = inspected(tmp_path, "finetune", classes)  # 64: as many as a convolution has filters
-    assert found.archive.head_layer == task.anatomy.head
+    assert found.head_layer == task.anatomy.head
     weights = sum(w.shape.numel() for w in task.anatomy.weights.values())
     assert found.bytes["head"] == 4 * classes * 65
     assert found.bytes["weights"] == 4 * weights

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 import bitgraft
 from bitgraft.errors import TaskError
 from bitgraft.methods import registry
-from bitgraft.methods.adapters import Parallel, Series
-from bitgraft.methods.dan import Recombined
-from bitgraft.methods.lora import LowRank
 from bitgraft.transforms.base import Weight
+from bitgraft.transforms.low_rank import LowRank
 from bitgraft.transforms.masked import Masked
+from bitgraft.transforms.recombined import Recombined
+from bitgraft.transforms.residual_adapters import Parallel, Series
 
 DOCS = Path(__file__).parents[2] / "docs" / "methods.md"
 METHODS = bitgraft.method_names()

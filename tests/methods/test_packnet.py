@@ -8,8 +8,8 @@ from torch import nn
 import bitgraft
 from bitgraft.errors import CorruptError, MissingTaskError, NoFreeWeightsError, TaskError
 from bitgraft.methods import registry
-from bitgraft.methods.packnet import Packed, largest
 from bitgraft.transforms.base import Weight
+from bitgraft.transforms.packed import Packed, largest
 
 TASKS = ("a", "b", "c")
 

@@ -112,9 +112,9 @@ def test_tasks_and_backbones_side_by_side(task_file):
         task_file("plain", "classifier", width=2),
     ]
     found = [inspect_file(file) for file in files]
-    wide = found[3].archive.backbone
+    wide = found[3].backbone
     figure = parameter_analysis(found, {wide: "wrn-10-2"})
-    narrow = f"backbone {found[0].archive.backbone[:8]}"
+    narrow = f"backbone {found[0].backbone[:8]}"
     grid = [[axes.get_title() if axes.axison else None for axes in figure.axes[row : row + 2]] for row in (0, 2, 4)]
     assert grid == [
         [f"{narrow}: share of ones", "wrn-10-2: share of ones"],

@@ -50,6 +50,12 @@ def test_a_whole_config_is_taken_as_it_is():
         ({"steps": "some"}, "steps='some': give a whole number from 1 on, or 'auto'"),
         ({"warmup": 1.0}, "warmup=1.0: give a share of the run"),
         ({"rates": {"masks": 1.0}}, "names the role 'masks'"),
+        ({"rates": 3}, "rates=3: give a value for each role"),
+        ({"rates": {"head": "high"}}, "give a value for each role"),
+        ({"warmup": "long"}, "warmup='long': give a number"),
+        ({"schedule": "linear"}, "schedule='linear': give 'step' or 'cosine' or 'constant'"),
+        ({"flip": "no"}, "flip='no': give true or false"),
+        ({"class_weights": "some"}, "give 'balanced' or a list of numbers"),
     ],
 )
 def test_what_is_given_is_checked_at_once(given, message):

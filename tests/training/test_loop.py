@@ -69,9 +69,9 @@ def test_settled_statistics_are_the_mean_over_one_pass():
     from bitgraft.training.init import settle_statistics
 
     net, data = network(), stripes(32, 1)
-    batches = [(images, Part(16, 16)) for images in data.tensors[0].split(16)]
+    batches = [(images, None, Part(16, 16)) for images in data.tensors[0].split(16)]
     settle_statistics(net, "stripes", batches, Accelerator(cpu=True))
-    outputs = [net.backbone[0](images) for images, _ in batches]
+    outputs = [net.backbone[0](images) for images, _, _ in batches]
     expected = torch.stack([y.mean((0, 2, 3)) for y in outputs]).mean(0)
     variance = torch.stack([y.var((0, 2, 3)) for y in outputs]).mean(0)
     owned = net.tasks["stripes"].owned

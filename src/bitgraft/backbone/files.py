@@ -2,17 +2,29 @@
 
 import contextlib
 import os
+import re
 import secrets
 import stat
 import time
 from pathlib import Path
 
-from bitgraft.errors import ArchiveError
+from bitgraft.errors import ArchiveError, UnsafeNameError
 
+PACKAGE = "package:"  # before the name of an installed package that holds weights
 PART = ".bitgraft-{}.part"  # what a save is called until it is whole; hidden, and never a task's file name
 STALE = 3600.0  # seconds after which a part must be one that a killed save left behind
 BUFFER = 1 << 20  # bytes; a task's hundreds of small tensors go out in few calls
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+def check_name(name: str) -> str:
+    """A task's name is also a file's: letters, digits, dot, dash and underscore, no path."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise UnsafeNameError(
+            f"{name!r} cannot be a task's name: use up to 100 letters, digits, '.', '-' and '_', "
+            "starting with a letter or digit"
+        )
+    return name
 
 
 def write_atomically(path: str | Path, *chunks: bytes | memoryview) -> None:

@@ -9,11 +9,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from bitgraft.backbone.files import write_atomically
+from bitgraft.backbone.files import PACKAGE, write_atomically
 from bitgraft.backbone.layers import COUNTER
 from bitgraft.errors import BackboneError
 
-PACKAGE = "package:"
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
 WRAPPERS = ("state_dict", "model_state_dict", "model", "net")  # how training scripts wrap a state dict
 PREFIXES = ("module.", "_orig_mod.", "model.")  # what DataParallel, torch.compile and Lightning put before names

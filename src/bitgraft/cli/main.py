@@ -29,7 +29,8 @@ def main() -> None:
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "bitgraft"
         said = error.format_message().rstrip(".").replace(": Value error, ", ": ")  # type: ignore[attr-defined]
-        code = _complain(f"{said}; see `{command} --help`", USAGE)
+        said = said.removeprefix("Invalid value: ")
+        code = _complain(f"{said}{'' if said.endswith('?') else ';'} see `{command} --help`", USAGE)
     except (typer.Abort, KeyboardInterrupt):
         code = INTERRUPTED
     except BrokenPipeError:

@@ -64,8 +64,7 @@ def bench(
     A suite is a grid: every row on every data set with every seed. A run with a record never runs again, so the same
     command goes on after a kill, and runs what was added. A run that fails does not hold up the others.
     """
-    from bitgraft.paper.bench import reading, runner
-    from bitgraft.paper.bench import suite as suites
+    from bitgraft.paper.bench import reading
 
     if known:
         held = {name: reading.load_suite(name) for name in reading.built_in()}
@@ -75,6 +74,10 @@ def bench(
         return
     if not suite:
         raise typer.BadParameter(f"name a suite: one of {', '.join(reading.built_in())}, or a .toml file")
+
+    from bitgraft.paper.bench import runner
+    from bitgraft.paper.bench import suite as suites
+
     whole = reading.load_suite(suite)
     if train_on_val:
         whole = suites.on_all_labels(whole)

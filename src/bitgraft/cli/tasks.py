@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -10,6 +10,9 @@ from typer import Argument, Option
 from bitgraft.cli.app import command
 from bitgraft.cli.options import STORE, AsJson, StoreFolder
 from bitgraft.cli.output import megabytes, percent, show, table
+
+if TYPE_CHECKING:
+    from bitgraft.format.summary import Summary
 
 HEADS = {
     "classes": "a classifier in place of the backbone's",
@@ -29,18 +32,16 @@ def tasks(store: StoreFolder = STORE, as_json: AsJson = False) -> None:
     A broken file is listed with the reason. The backbone is not built.
     """
     from bitgraft.errors import BitgraftError, WrongBackboneError
-    from bitgraft.format.inspect import inspect_archive
-    from bitgraft.serving.library import summary
     from bitgraft.store import Store
 
     opened, rows = Store(store), []
     for name, size in opened.sizes():
         try:
-            archive = opened.archive(name)
-            if archive.backbone != opened.fingerprint:
-                raise WrongBackboneError(f"{opened.path(name)} belongs to another backbone, {archive.backbone[:12]}")
-            row = summary(name, inspect_archive(archive, size), opened.size.weights)
-            rows.append({**row, "leans_on": list(archive.metadata.depends_on)})
+            found = opened.summary(name)
+            if found.backbone != opened.fingerprint:
+                raise WrongBackboneError(f"{opened.path(name)} belongs to another backbone, {found.backbone[:12]}")
+            row = found.listed(name, opened.size.weights)
+            rows.append({**row, "leans_on": list(found.metadata.depends_on)})
         except BitgraftError as fault:
             rows.append({"name": name, "bytes": size, "error": str(fault)})
     whole, together = 4 * opened.size.parameters, sum(row["bytes"] for row in rows)
@@ -79,39 +80,56 @@ def _cells(row: dict[str, Any]) -> list[Any]:
 
 @command("""
   bitgraft inspect flowers.safetensors
+  bitgraft inspect flowers.safetensors --layers
   bitgraft inspect bitgraft-store/*.safetensors --figure masks.png""")
 def inspect(
     files: Annotated[list[str], Argument(metavar="FILE", help="Task files. Their backbones are not needed.")],
+    layers: Annotated[bool, Option("--layers", help="Also the share of ones and k of each layer.")] = False,
     as_json: AsJson = False,
     figure: Annotated[str | None, Option(metavar="OUT", help="Draw into this .png, .svg or .pdf instead.")] = None,
 ) -> None:
     """Show what is in task files.
 
-    The method, classes and size of a task, bits per weight, and the share of ones and k of each layer. The figure is
-    the paper's last one: ones by depth of layer, and k1, k2 and k3; several tasks and backbones side by side.
+    The method, classes, metrics and size of a task, and its bits per weight. The figure is the paper's last one: ones
+    by depth of layer, and k1, k2 and k3; several tasks and backbones side by side.
     """
-    from bitgraft.errors import FigureError
-    from bitgraft.format.inspect import inspect_file
-
     if figure is not None:
-        from bitgraft.paper.figures import check_path, parameter_analysis, save
-        from bitgraft.store import Store
-
-        try:
-            check_path(figure)
-        except FigureError as error:
-            raise typer.BadParameter(str(error), param_hint="--figure") from error
-    found = [inspect_file(file) for file in files]
-    if figure is not None:
-        stores = [Store(folder) for folder in {Path(file).parent for file in files} if Store.exists(folder)]
-        save(parameter_analysis(found, {store.fingerprint: store.backbone.name for store in stores}), figure)
-    plain = [task.plain() for task in found]
-    parts: list[Any] = [] if figure is None else [f"wrote {figure}"]
-    for task in plain if figure is None else ():
+        _draw(files, figure)
+        show(as_json, {"figure": figure}, f"wrote {figure}")
+        return
+    plain = [_read(file, layers).plain() for file in files]
+    parts: list[Any] = []
+    for task in plain:
         parts.append(table(["task", task["name"]], [(fact, value) for fact, value in _facts(task) if value]))
-        if task["layers"]:
+        if task.get("layers"):
             parts += [_layers(task["layers"]), "Layers are listed in the order in which data reaches them."]
     show(as_json, plain if len(plain) > 1 else plain[0], *parts)
+
+
+def _read(file: str, layers: bool) -> "Summary":
+    """Masks and k take torch to read."""
+    if layers:
+        from bitgraft.format.inspect import inspect_file
+
+        return inspect_file(file)
+    from bitgraft.format.summary import read_summary
+
+    return read_summary(file)
+
+
+def _draw(files: list[str], figure: str) -> None:
+    from bitgraft.errors import FigureError
+    from bitgraft.format.inspect import inspect_file
+    from bitgraft.paper.figures import check_path, parameter_analysis, save
+    from bitgraft.store import Store
+
+    try:
+        check_path(figure)
+    except FigureError as error:
+        raise typer.BadParameter(str(error), param_hint="--figure") from error
+    stores = [Store(folder) for folder in {Path(file).parent for file in files} if Store.exists(folder)]
+    names = {store.fingerprint: store.backbone.name for store in stores}
+    save(parameter_analysis([inspect_file(file) for file in files], names), figure)
 
 
 def _facts(task: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -131,6 +149,7 @@ def _facts(task: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if task["weights"]:
         yield "weights under masks", f"{task['weights']:,}"
         yield "bits per weight", f"{task['bits_per_weight']:.3f}, without the head"
+    if task.get("density") is not None:
         yield "share of ones", f"{task['density']:.3f}"
 
 

@@ -10,10 +10,10 @@ from torch.utils.data import Dataset
 
 from bitgraft.backbone.tracing import logits
 from bitgraft.network import Network
+from bitgraft.training.batches import to_device
 from bitgraft.training.callbacks import Callback
 from bitgraft.training.config import ROLES, Config
 from bitgraft.training.learner import Loss
-from bitgraft.training.loader import to_device
 from bitgraft.training.loop import fit
 from bitgraft.training.presets import PAPER
 

@@ -122,7 +122,8 @@ class Splits:
             found.append(f"{count} have fewer than {FEW} training images, too few to learn them well: {few(small)}")
         if self.val and len(self.val) < 2 * len(self.classes):
             found.append(
-                f"there are only {len(self.val)} validation images for {len(self.classes)} classes, so the accuracy on "
+                f"there {'is' if len(self.val) == 1 else 'are'} only {len(self.val)} validation "
+                f"image{'s' * (len(self.val) != 1)} for {len(self.classes)} classes, so the accuracy on "
                 "them says little, and which epoch is kept is a matter of chance"
             )
         return tuple(found)

@@ -14,9 +14,9 @@ from bitgraft import __version__
 from bitgraft.backbone.tracing import logits
 from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.errors import ExportError
+from bitgraft.format.metadata import Metadata
 from bitgraft.network import Network
 from bitgraft.runtime.onnx_graph import program, scores_module
-from bitgraft.task import Metadata
 
 TRACED = 2  # the batch size that tracing sees
 CHECKED = (1, 3)  # those on which a file must agree with the task

@@ -12,17 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bitgraft.backbone.files import aligned_room, read_whole, write_atomically
+from bitgraft.backbone.files import aligned_room, check_name, read_whole, write_atomically
 from bitgraft.backbone.layers import COUNTER
 from bitgraft.errors import CorruptError, TaskError
 from bitgraft.format import compact, container, entropy_coding
-from bitgraft.format.metadata import Shapes, read_metadata, read_shapes, write_metadata
-from bitgraft.task import Metadata, Task, check_name
+from bitgraft.format.header import CODED, HEAD
+from bitgraft.format.metadata import Metadata, Shapes, read_metadata, read_shapes, write_metadata
+from bitgraft.task import Task
 from bitgraft.transforms.bits import packed_size
 
-HEAD = "head:"  # keys of a head module's own tensors; those of the backbone's last layer keep its names
 PACKED = {"mask", "free"}  # parts that hold eight weights' bits to a byte; all others are float32
-CODED = ".rans"  # behind the name of a packed part that is stored in fewer bytes, see `bitgraft.format.entropy_coding`
 
 
 @dataclass(frozen=True)

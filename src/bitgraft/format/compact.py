@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bitgraft.errors import CorruptError
+from bitgraft.format.header import CODES, GRIDS, MASKS, NORMS
 from bitgraft.format.metadata import Shapes
 from bitgraft.transforms.bits import packed_size
 
-MASKS, CODES, GRIDS, NORMS = ":masks", ":k", ":k.grid", ":norms"
 PARTS = ("weight", "bias", "running_mean", "running_var")
 
 

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from bitgraft.errors import MissingTaskError, TaskError, UnknownTaskError
 from bitgraft.format import archive
+from bitgraft.format.metadata import Metadata
 from bitgraft.methods import registry
-from bitgraft.task import Metadata, Task
+from bitgraft.task import Task
 from bitgraft.transforms.shared_masks import own_mask
 
 Tasks = Mapping[str, Task]

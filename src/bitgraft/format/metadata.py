@@ -3,12 +3,12 @@
 import re
 import reprlib
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any, get_args
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
 
+from bitgraft.backbone.files import check_name
 from bitgraft.errors import ClassesError, CorruptError, NewerFormatError, TaskError
 from bitgraft.methods import registry
-from bitgraft.task import HeadKind, Metadata, check_name
 
 COUNTED_CLASSES = 1 << 20  # more classes than this are written out even if they are called 0, 1, 2, ...
 DIGEST = re.compile("[0-9a-f]{64}")
@@ -17,6 +17,23 @@ _FIRST = {*OBJECTS, "backbone", "checksum", "classes", "format", "head", "head_l
 FIELDS = {1: _FIRST, 2: {*_FIRST, "channels", "norms"}}
 """By version of the format."""
 Shapes = Mapping[str, tuple[int, ...]]
+HeadKind = Literal["classes", "linear", "module", "keep", "none"]
+"""classes: the backbone's own last layer with other tensors in it; linear: one put behind a backbone that gives
+features, or in the place of a tied last layer; module: the user's; keep: the backbone's, as it is; none: features."""
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What a task says of itself, all of it plain data that goes into its file."""
+
+    name: str
+    method: str
+    options: Mapping[str, Any]
+    head: HeadKind
+    classes: tuple[str, ...] | None = None
+    preprocessing: Mapping[str, Any] = field(default_factory=dict)
+    depends_on: Mapping[str, str] = field(default_factory=dict)
+    """Earlier tasks that this one cannot run without, with their fingerprints (PackNet, borrowed masks), in order."""
 
 
 def write_metadata(metadata: Metadata) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from bitgraft.backbone.anatomy import Anatomy, describe
 from bitgraft.backbone.layers import COUNTER
 from bitgraft.errors import ClassesError, CorruptError, TaskError, WrongBackboneError
 from bitgraft.format.archive import PACKED, Archive, stored_dtype
+from bitgraft.format.metadata import Metadata
 from bitgraft.methods import registry
-from bitgraft.task import Metadata, Task
+from bitgraft.task import Task
 from bitgraft.transforms.base import Transform, Weight, strided_like
 from bitgraft.transforms.bits import packed_size
 

@@ -1,29 +1,21 @@
 """Deep adaptation networks (Rosenfeld and Tsotsos): a task recombines each layer's filters."""
 
-from typing import Any
+from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from bitgraft.methods.registry import Method, Options, register_method
-from bitgraft.transforms.base import Transform, Weight, strided_like, widened
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-class Recombined(Transform):
-    """W~ = P · W, with W's filters as rows and P square, starting as the identity."""
-
-    def __init__(self, weight: Weight, device: torch.device) -> None:
-        super().__init__()
-        self.weight = weight
-        self.p = nn.Parameter(torch.eye(weight.outputs, device=device))
-
-    def forward(self, weight: Tensor) -> Tensor:
-        filters = self.weight.filters(widened(weight))
-        mixed = self.weight.from_filters(self.p.to(filters.dtype) @ filters)
-        return strided_like(weight, mixed).to(weight.dtype)
+    from bitgraft.transforms.base import Weight
+    from bitgraft.transforms.recombined import Recombined
 
 
 def recombined(weight: Weight, tensor: Tensor, *_: Any) -> Recombined:
+    from bitgraft.transforms.recombined import Recombined
+
     return Recombined(weight, tensor.device)
 
 

@@ -1,14 +1,20 @@
 """LoRA (Hu et al.): a low-rank update of each weight."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING
 
 from bitgraft.methods.registry import Method, Options, is_number, register_method, require, uniform
-from bitgraft.transforms.base import Transform, Weight, widened
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from bitgraft.transforms.base import Transform, Weight
+    from bitgraft.transforms.low_rank import LowRank
 
 
 @dataclass(frozen=True)
@@ -25,22 +31,13 @@ class LoraOptions(Options):
         require(is_number(self.alpha), "alpha", self.alpha, "give a number")
 
 
-class LowRank(Transform):
-    """W~ = W + (alpha / rank) · B A, with W's filters as rows."""
-
-    def __init__(self, weight: Weight, scale: float, a: Tensor, b: Tensor) -> None:
-        super().__init__()
-        self.weight, self.scale = weight, scale
-        self.a, self.b = nn.Parameter(a), nn.Parameter(b)
-
-    def forward(self, weight: Tensor) -> Tensor:
-        update = self.weight.from_filters(self.b @ self.a)
-        return torch.add(widened(weight), update, alpha=self.scale).to(weight.dtype)
-
-
 def low_rank(
     weight: Weight, tensor: Tensor, options: LoraOptions, rng: torch.Generator | None, before: Sequence[Transform]
 ) -> LowRank:
+    import torch
+
+    from bitgraft.transforms.low_rank import LowRank
+
     inputs = weight.shape.numel() // weight.outputs
     rank = min(options.rank, weight.outputs, inputs)
     bound = 1 / math.sqrt(inputs)

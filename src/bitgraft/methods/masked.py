@@ -1,18 +1,22 @@
 """The mask family: W~ = k0 W + k1 1 + k2 M + k3 W∘M, and what is constant or learned in it."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from bitgraft.methods.registry import Method, Options, is_number, register_method, require, uniform
-from bitgraft.transforms.base import Transform, Weight
-from bitgraft.transforms.bits import Surrogate
-from bitgraft.transforms.masked import Masked, MaskRule
-from bitgraft.transforms.shared_masks import Borrowing, own_mask
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from bitgraft.transforms.base import Transform, Weight
+    from bitgraft.transforms.bits import Surrogate
+    from bitgraft.transforms.masked import Masked, MaskRule
+    from bitgraft.transforms.shared_masks import Borrowing
 
 K = float | Literal["learn"]
 
@@ -51,6 +55,8 @@ class MaskOptions(Options):
     @functools.cached_property
     def _rules(self) -> tuple[MaskRule, MaskRule]:
         """For a weight that keeps its scale, and for one whose scale a norm undoes."""
+        from bitgraft.transforms.masked import MaskRule
+
         learned = tuple(None if isinstance(k, str) else float(k) for k in (self.k0, self.k1, self.k2, self.k3))
         free = (1.0, *learned[1:]) if self.k0 == "auto" else learned
         usual, scale_free = (
@@ -66,6 +72,9 @@ def _either(words: tuple[str, ...]) -> str:
 def masked(
     weight: Weight, tensor: Tensor, options: MaskOptions, rng: torch.Generator | None, before: Sequence[Transform]
 ) -> Masked | Borrowing:
+    from bitgraft.transforms.masked import Masked
+    from bitgraft.transforms.shared_masks import Borrowing, own_mask
+
     scores = uniform(weight.shape, *options.init, rng, tensor) if rng is not None else None
     own = Masked(weight, options.rule(weight), scores)
     earlier = [mask for transform in before if (mask := own_mask(transform)) is not None]

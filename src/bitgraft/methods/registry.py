@@ -1,18 +1,26 @@
-"""The one registry of methods, and how a method becomes a task."""
+"""The one registry of methods, and how a method becomes a task. Methods are listed without torch."""
+
+from __future__ import annotations
 
 import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
-from bitgraft.backbone.anatomy import Anatomy
 from bitgraft.errors import TaskError
-from bitgraft.transforms.base import Transform, Weight
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from bitgraft.backbone.anatomy import Anatomy
+    from bitgraft.transforms.base import Transform, Weight
+
+    Build = Callable[[Weight, Tensor, Any, torch.Generator | None, Sequence[Transform]], Transform | None]
+    """(weight, its tensor, options, randomness or None to leave values unset, the transforms that tasks which it
+    depends on have for it) -> a transform, or None where the method leaves that weight alone."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +56,6 @@ class Phase:
     drop_after: int | None = None
     """The rate is divided by ten after this many epochs."""
     prune: float | None = None
-
-
-Build = Callable[[Weight, Tensor, Any, torch.Generator | None, Sequence[Transform]], Transform | None]
-"""(weight, its tensor, options, randomness or None to leave values unset, the transforms that tasks which it depends on
-have for it) -> a transform, or None where the method leaves that weight alone."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,9 @@ def owned_names(method: Method, anatomy: Anatomy, options: Options) -> set[str]:
 
 def owned(method: Method, anatomy: Anatomy, options: Options) -> dict[str, Tensor]:
     """Copies of the backbone's tensors that a new task starts from, head apart; learned ones in float32."""
+    import torch
+    from torch import nn
+
     chosen, copies = owned_names(method, anatomy, options), {}
     for name in (name for name in anatomy.places if name in chosen):
         tensor = anatomy.tensor(name)
@@ -167,6 +173,8 @@ def uniform(
     shape: torch.Size | tuple[int, ...], low: float, high: float, rng: torch.Generator | None, like: Tensor
 ) -> Tensor:
     """Float32 values, U(low, high), in `like`'s device and, for the same shape, its memory format."""
+    import torch
+
     same = like.shape == shape
     out = torch.empty_like(like, dtype=torch.float32) if same else like.new_empty(shape, dtype=torch.float32)
     if rng is None:

@@ -96,7 +96,7 @@ def write(found: Findings, path: Path) -> None:
         runs = {row.method: row.history for row in rows}
         curves.append(as_svg(learning_curves(runs, data), f"loss and accuracy by epoch on {data}"))
         tasks = [row.inspection for row in rows]
-        names = {task.archive.backbone: data for task in tasks}
+        names = {task.backbone: data for task in tasks}
         analyses.append(as_svg(parameter_analysis(tasks, names), f"share of ones and k by layer, {data}"))
     about = {"time": spelled(found.seconds), "cores": os.cpu_count(), "torch": torch.__version__}
     table = results_table(found)

@@ -119,7 +119,7 @@ def parameter_analysis(found: Sequence["Inspection"], backbones: Mapping[str, st
     """
     groups: dict[str, list[Inspection]] = {}
     for task in found:
-        groups.setdefault(task.archive.backbone, []).append(task)
+        groups.setdefault(task.backbone, []).append(task)
     names = {key: (backbones or {}).get(key, f"backbone {key[:8]}") for key in groups}
     columns = [panels for key, tasks in groups.items() if (panels := _column(tasks, names[key]))]
     if not columns:
@@ -141,10 +141,10 @@ def _column(tasks: Sequence["Inspection"], backbone: str) -> list[Panel]:
 
 def draw_ones(axes: "Axes", tasks: Sequence["Inspection"], title: str = "share of ones") -> None:
     """The share of ones in the mask of each layer, by depth; one colour per task, one dash style per method."""
-    methods = list(dict.fromkeys(task.archive.metadata.method for task in tasks))
+    methods = list(dict.fromkeys(task.metadata.method for task in tasks))
     for task, colour in zip(tasks, cycle(COLOURS), strict=False):
         shares = [(i, 100 * layer.density) for i, layer in enumerate(task.layers, 1) if layer.density is not None]
-        dash = DASHES[methods.index(task.archive.metadata.method) % len(DASHES)]
+        dash = DASHES[methods.index(task.metadata.method) % len(DASHES)]
         axes.plot(*zip(*shares, strict=True), dash, color=colour, marker="o", markersize=2, label=label(task))
     axes.axhline(50, color="grey", linewidth=0.8, alpha=0.6)
     axes.set(xlabel="layer, from input to output", ylabel="% ones", ylim=(0, 103), title=title)
@@ -177,11 +177,11 @@ def learned_k(task: "Inspection") -> list[int]:
     """Which of k1, k2 and k3 were learned: the file says so, or they differ from layer to layer."""
     if not task.layers or not all(layer.k for layer in task.layers):
         return []
-    stated = task.archive.metadata.options
+    stated = task.metadata.options
     return [i for i in (1, 2, 3) if stated.get(f"k{i}") == "learn" or len({layer.k[i] for layer in task.layers}) > 1]
 
 
 def label(task: "Inspection") -> str:
     """The task's name, and its method where the name does not say it."""
-    metadata = task.archive.metadata
+    metadata = task.metadata
     return metadata.name if metadata.method in metadata.name else f"{metadata.name}, {metadata.method}"

@@ -13,9 +13,10 @@ from torch import Tensor
 from bitgraft.backbone.anatomy import Anatomy, unknown_head
 from bitgraft.backbone.layers import COUNTER
 from bitgraft.backbone.loading import read_backbone
+from bitgraft.format.metadata import Metadata
 from bitgraft.methods import packnet, registry
 from bitgraft.paper.report.results import published
-from bitgraft.task import Metadata, Task
+from bitgraft.task import Task
 from bitgraft.transforms.bits import packed_size
 
 

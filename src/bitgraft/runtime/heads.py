@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from bitgraft.backbone.anatomy import Anatomy, unknown_head
 from bitgraft.backbone.tracing import input_size
 from bitgraft.errors import BackboneError, ClassesError, TaskError
+from bitgraft.format.metadata import HeadKind
 from bitgraft.methods.registry import uniform
-from bitgraft.task import HeadKind, Task
+from bitgraft.task import Task
 
 Plan = tuple[HeadKind, tuple[str, ...] | None, dict[str, Tensor], nn.Module | None]
 """The kind of head, the names of the classes, tensors for the backbone's last layer, a module to take its place."""

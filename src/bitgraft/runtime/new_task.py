@@ -8,10 +8,11 @@ from torch import nn
 
 from bitgraft.backbone.anatomy import Anatomy
 from bitgraft.format import dependencies
+from bitgraft.format.metadata import Metadata
 from bitgraft.methods import registry
 from bitgraft.methods.preset_options import preset_options
 from bitgraft.runtime import heads
-from bitgraft.task import Metadata, Task
+from bitgraft.task import Task
 
 
 def new_task(
@@ -53,6 +54,11 @@ def new_task(
         task.start_from(first)
     dependencies.hold(before)
     return task
+
+
+def original_task(anatomy: Anatomy, name: str) -> Task:
+    """The backbone as it is, under a name."""
+    return Task(Metadata(name, "classifier", {}, "keep"), anatomy, {}, {}, None)
 
 
 def trainable_parameters(module: nn.Module) -> tuple[int, int]:

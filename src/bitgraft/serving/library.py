@@ -13,13 +13,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from bitgraft.backbone.files import check_name
 from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.errors import TaskError, UnknownTaskError
 from bitgraft.format.archive import pack_task
-from bitgraft.format.inspect import Inspection, accuracy, inspect_archive
+from bitgraft.format.inspect import inspect_archive
 from bitgraft.network import Network
 from bitgraft.store import SUFFIX, Store
-from bitgraft.task import check_name
 from bitgraft.workflows.prediction import preprocessing_of
 
 log = logging.getLogger("bitgraft.serving")
@@ -123,7 +123,7 @@ class Library:
             {"name": layer.name, "density": layer.density, "k": [spread.mean for spread in layer.k] or None}
             for layer in found.layers
         ]
-        about = summary(name, found, self.store.size.weights)
+        about = {**found.listed(name, self.store.size.weights), "density": found.density}
         return Entry(name, inner, task.classes, preprocessing_of(self.net, inner), about, tuple(layers))
 
     def _report(self, errors: dict[str, str]) -> None:
@@ -131,19 +131,3 @@ class Library:
             if self.errors.get(name) != text:
                 log.error("%s: %s", name or "store", text)
         self.errors = errors
-
-
-def summary(name: str, found: Inspection, weights: int) -> dict[str, Any]:
-    """A task in a list of tasks, as JSON; `weights` is how many of the backbone's a task can transform."""
-    metadata = found.archive.metadata
-    split, share = accuracy(found.archive.metrics)
-    return {
-        "name": name,
-        "method": metadata.method,
-        "classes": None if metadata.classes is None else len(metadata.classes),
-        "accuracy": share,
-        "measured_on": split,
-        "bytes": found.size,
-        "bits_per_weight": found.bits_per(weights),
-        "density": found.density,
-    }

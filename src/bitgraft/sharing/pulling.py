@@ -6,12 +6,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from bitgraft.backbone.files import read_whole, write_atomically
+from bitgraft.backbone.files import check_name, read_whole, write_atomically
 from bitgraft.errors import MissingTaskError, SharingError, StoreError, UnsafeNameError, WrongBackboneError
 from bitgraft.format.archive import Archive, content, from_bytes
 from bitgraft.sharing import hub, web
 from bitgraft.store import SUFFIX, Store
-from bitgraft.task import check_name
 
 LIMIT = 2_000_000_000  # bytes
 

@@ -7,7 +7,8 @@ from bitgraft import __version__
 from bitgraft.backbone.files import read_whole
 from bitgraft.errors import WrongBackboneError
 from bitgraft.format.archive import Archive, from_bytes
-from bitgraft.format.inspect import accuracy, inspect_archive
+from bitgraft.format.inspect import inspect_archive
+from bitgraft.format.summary import accuracy
 from bitgraft.sharing import hub
 from bitgraft.store import Store
 

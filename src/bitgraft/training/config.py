@@ -3,7 +3,8 @@
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from bitgraft.errors import TrainingError
 
@@ -100,6 +101,13 @@ class Config:
             value = given[name]
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise TrainingError(f"{name}={value!r}: give a whole number from 1 on")
+        steps, minutes = given.get("steps"), given.get("minutes")
+        if not (steps in (None, "auto") or (type(steps) is int and steps >= 1)):
+            raise TrainingError(f"steps={steps!r}: give a whole number from 1 on, or 'auto'")
+        kinds = get_type_hints(Config)
+        for name, value in given.items():
+            if not _fits(value, kinds[name]):
+                raise TrainingError(f"{name}={value!r}: give {_said(kinds[name])}")
         for name in given.keys() & {"rates", "optimizers", "weight_decay"}:
             stray = set(given[name]) - set(ROLES)
             if stray:
@@ -107,9 +115,6 @@ class Config:
         for role, kind in given.get("optimizers", {}).items():
             if kind not in ("adam", "sgd"):
                 raise TrainingError(f"the optimiser of {role!r} is {kind!r}: choose 'adam' or 'sgd'")
-        steps, minutes = given.get("steps"), given.get("minutes")
-        if not (steps in (None, "auto") or (isinstance(steps, int) and steps >= 1)):
-            raise TrainingError(f"steps={steps!r}: give a whole number from 1 on, or 'auto'")
         if minutes is not None and not minutes > 0:
             raise TrainingError(f"minutes={minutes!r}: give a number above 0")
         for name in given.keys() & {"warmup", "anneal_masks"}:
@@ -144,3 +149,31 @@ class Config:
             if isinstance(value, Mapping):
                 changes[name] = {**before.get(name, {}), **value}
         return replace(self, **changes)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """A value is of the kind that a setting's annotation names."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(_fits(value, one) for one in inner)
+    if origin is Literal:
+        return isinstance(value, str) and value in inner
+    if origin is tuple:
+        return isinstance(value, tuple | list) and all(_fits(one, inner[0]) for one in value)
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(_fits(one, inner[1]) for one in value.values())
+    if kind in (int, float):
+        return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _said(kind: Any) -> str:
+    """A kind in words."""
+    origin, words = get_origin(kind), {int: "a whole number", float: "a number", bool: "true or false"}
+    if origin in (Union, UnionType):
+        return " or ".join(_said(one) for one in get_args(kind) if one is not NoneType)
+    if origin is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    if origin is tuple:
+        return "a list of numbers"
+    return "a value for each role, as in {'head': ...}" if origin is Mapping else words[kind]

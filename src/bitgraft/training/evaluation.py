@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ from accelerate import Accelerator
 
 from bitgraft.errors import TrainingError
 from bitgraft.network import Network
+from bitgraft.training.batches import call, count, to_device
 from bitgraft.training.inputs import to_evaluate
 from bitgraft.training.learner import Objective
-from bitgraft.training.loader import Loader, loader, to_device
+from bitgraft.training.loader import Loader, loader
 
 
 @torch.no_grad()
@@ -23,19 +25,19 @@ def measure(
     was_training = held.training
     held.eval()
     sums = torch.zeros(3, device=device)  # loss, right answers, images
-    for images, targets in batches:
-        objective.check(task, targets, batches.what)
-        targets = targets.to(device, non_blocking=True)
+    for batch in batches:
+        objective.check(task, batch[1], batches.what)
+        inputs, targets = to_device(batch, device)
         with accelerator.autocast():
-            output = net(to_device(images, device), task=task)
+            output = call(partial(net, task=task), inputs, objective.given(targets))
         sums[:2] += torch.stack([objective(task, output, targets).float(), objective.correct(output, targets).float()])
-        sums[2] += len(images)
+        sums[2] += count(inputs)
     held.train(was_training)
-    loss, right, count = accelerator.reduce(sums, "sum").tolist()
+    loss, right, images = accelerator.reduce(sums, "sum").tolist()
     if not math.isfinite(loss):
         cause = batches.not_finite(accelerator) or "all images are, so train with lower rates"
         raise TrainingError(f"the loss on {batches.what} is not finite: {cause}")
-    return {"loss": loss / count, "accuracy": right / count}
+    return {"loss": loss / images, "accuracy": right / images}
 
 
 def validate(

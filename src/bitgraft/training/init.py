@@ -17,10 +17,11 @@ from torch.nn import functional as F
 
 from bitgraft.network import Network
 from bitgraft.runtime.task_module import TaskModule
+from bitgraft.training.batches import call, to_device
 from bitgraft.training.config import Config
 from bitgraft.training.inputs import check_labels
 from bitgraft.training.learner import Objective
-from bitgraft.training.loader import Batches, Part, loader, to_device
+from bitgraft.training.loader import Batches, Part, loader
 from bitgraft.training.mean_shift_correction import Inputs, levelled
 from bitgraft.training.processes import broadcast_from_main, from_main, gathered_in_main
 from bitgraft.training.sync_bn import over_processes
@@ -38,7 +39,7 @@ def begin(
     broadcast_from_main(task, accelerator)
     if config.head_init:
         batches = loader(data, "training", name, config.batch, accelerator, workers, config.seed, smallest=2)
-        shares = ((images, parts[0]) for (images, _), parts in batches.from_step(0, 0))
+        shares = ((inputs, objective.given(t), parts[0]) for (inputs, t), parts in batches.from_step(0, 0))
         settle_statistics(net, name, shares, accelerator)
     level = config.mean_shift_correction and config.statistics == "kept"
     if config.head_init or level:
@@ -49,7 +50,7 @@ def begin(
             objective.check(name, labels, in_order.what)
         if looks := gathered_in_main(seen, accelerator):
             seen = _merged(looks, in_order.batches)
-            if seen.labels and objective.loss is None:
+            if seen.labels and objective.loss is None and seen.labels[0].dim() == 1:
                 check_labels(task, torch.cat(seen.labels).tolist())
             fit_head(net, name, seen, device)
         means = from_main(seen.means, accelerator)
@@ -59,7 +60,7 @@ def begin(
 
 @torch.no_grad()
 def settle_statistics(
-    net: Network, name: str, batches: Iterable[tuple[Tensor, Part]], accelerator: Accelerator
+    net: Network, name: str, batches: Iterable[tuple[Any, Any, Part]], accelerator: Accelerator
 ) -> None:
     """Make the running statistics that the task owns the mean over one pass of training batches."""
     task = net.tasks[name].train()
@@ -72,9 +73,9 @@ def settle_statistics(
     for layer in moving:  # of this module alone, which is thrown away
         layer.momentum = None
         layer.num_batches_tracked.zero_()
-    for images, part in batches:
+    for inputs, targets, part in batches:
         with over_processes(accelerator.num_processes, count=part.own > 0):
-            task_module(to_device(images, accelerator.device))
+            call(task_module, *to_device((inputs, targets), accelerator.device))
 
 
 @dataclass
@@ -88,6 +89,11 @@ class Look:
     """What each weight that feeds a norm layer of the task's takes in, summed over images and pixels."""
     pixels: dict[str, int] = field(default_factory=dict)
 
+    def take(self, features: Tensor) -> None:
+        """Keep what a linear head can be fitted on, one vector for each image."""
+        if features.dim() == 2 or _is_pixel(features):
+            self.features.append(features.cpu())
+
     @property
     def means(self) -> dict[str, Tensor]:
         """For each such weight a tensor that broadcasts against it."""
@@ -98,7 +104,7 @@ class Look:
 def look(
     net: Network,
     name: str,
-    batches: Iterable[tuple[Tensor, Tensor]],
+    batches: Iterable[tuple[Any, Any]],
     device: torch.device,
     *,
     head: bool = False,
@@ -111,13 +117,13 @@ def look(
     seen, hooks = Look(), []
     if head := head and len(net.anatomy.heads) < 2 and task.metadata.head in ("classes", "linear"):
         layer = task.head if task.head is not None else task_module.module.get_submodule(net.anatomy.heads[0])
-        hooks.append(layer.register_forward_pre_hook(lambda layer, args: seen.features.append(args[0].cpu())))
+        hooks.append(layer.register_forward_pre_hook(lambda layer, args: seen.take(args[0])))
     inputs = Inputs({id(task_module.module.get_parameter(name)): name for name in levelled(task)} if means else {})
     try:
         for images, targets in batches:
             with inputs:
-                task_module(to_device(images, device))
-            if head:
+                call(task_module, to_device(images, device))
+            if head and isinstance(targets, Tensor):
                 seen.labels.append(targets)
     finally:
         for hook in hooks:

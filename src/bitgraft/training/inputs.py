@@ -128,7 +128,10 @@ def known_labels(data: Any) -> Sequence[int] | None:
     """The labels, where the data set shows them."""
     if isinstance(data, TensorDataset) and len(data.tensors) == 2 and data.tensors[1].dim() == 1:
         return data.tensors[1].tolist()
-    return data.labels if isinstance(data, ImageDataset) else None
+    labels = (
+        data.labels if isinstance(data, ImageDataset) else getattr(data, "targets", None)
+    )  # as torchvision has them
+    return labels if isinstance(labels, Sequence) and all(isinstance(label, int) for label in labels) else None
 
 
 def resized(stated: Mapping[str, Any], config: Config) -> Preprocessing:

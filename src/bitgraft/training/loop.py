@@ -14,6 +14,7 @@ from bitgraft.errors import StoppedError, TrainingError
 from bitgraft.methods import registry
 from bitgraft.network import Network
 from bitgraft.training import budget, checkpoint, cpu, optimizers
+from bitgraft.training.batches import split, to_device
 from bitgraft.training.callbacks import Callback
 from bitgraft.training.checkpoint import Position, Result, State, of_task
 from bitgraft.training.config import Config
@@ -21,7 +22,7 @@ from bitgraft.training.evaluation import validate
 from bitgraft.training.init import begin
 from bitgraft.training.inputs import prepared
 from bitgraft.training.learner import Learner, Loss, Objective, Values, distributed, takes_batch_statistics, trainable
-from bitgraft.training.loader import Turn, Turns, loader, to_device
+from bitgraft.training.loader import Turn, Turns, loader
 from bitgraft.training.processes import check_supported, from_main, gathered, seeded
 from bitgraft.training.progress import with_progress
 from bitgraft.training.sync_bn import over_processes, single_values_explained
@@ -49,11 +50,11 @@ def fit(
     """Train one task, or several in turns; with a joint method, what they share of the backbone learns along.
 
     Args:
-        train: a folder of images, what `open_data` gives, a Dataset of (image, label) with tensors or PIL images, or a
-            DataLoader over one; for a list of tasks, a mapping from their names.
+        train: a folder of images, what `open_data` gives, a Dataset of (image, label) with tensors or PIL images, or of
+            mappings with "labels", or a DataLoader over one; for a list of tasks, a mapping from their names.
         val: likewise, for accuracy after each epoch and for keeping the best one; by default the folder's own.
         config: what to change in the preset that the (first) task was added with.
-        loss: in place of cross entropy, for heads that do not classify.
+        loss: in place of cross entropy: a function of (output, targets), or "model" for the network's own.
         folder: where checkpoints go; none are written without one.
         resume: go on from the checkpoint there.
         callbacks: are told of steps and epochs (progress, metrics).
@@ -191,16 +192,14 @@ class _Run:
 
     def _step(self, turn: Turn) -> None:
         device, world = self.accelerator.device, self.accelerator.num_processes
-        images, targets = turn.batch
-        self.objective.check(turn.task, targets, turn.what)
+        self.objective.check(turn.task, turn.batch[1], turn.what)
         rows = [part.rows for part in turn.parts]
-        inputs = torch.split(to_device(images, device), rows)
-        wanted = torch.split(targets.to(device, non_blocking=True), rows)
+        inputs, wanted = (split(to_device(half, device), rows) for half in turn.batch)
         for part, some, target in zip(turn.parts, inputs, wanted, strict=True):
             counts = part.own > 0
             with nullcontext() if part is turn.parts[-1] else self.accelerator.no_sync(self.model):
                 with self.accelerator.autocast(), over_processes(world, counts):
-                    output = self.model(some, turn.task)
+                    output = self.model(some, turn.task, self.objective.given(target))
                     loss = self.objective(turn.task, output, target)
                 self.accelerator.backward(loss * (world * counts / turn.whole))
             if counts:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from bitgraft.backbone.files import check_name
 from bitgraft.compression.compress import Compression, compress
 from bitgraft.compression.distil import CALIBRATION
 from bitgraft.compression.source import file_of, is_task, opened
@@ -17,7 +18,7 @@ from bitgraft.data.splits import open_data
 from bitgraft.errors import DataError, TaskError
 from bitgraft.network import Network
 from bitgraft.store import Backbone, Store
-from bitgraft.task import Task, check_name
+from bitgraft.task import Task
 from bitgraft.training.callbacks import Callback
 from bitgraft.training.config import Config
 from bitgraft.training.inputs import labelled, training_images

@@ -22,11 +22,11 @@ from bitgraft.workflows.train_task import (
     TrainData,
     TrainResult,
     check_run,
+    finish,
     fit_requests,
     open_request,
     run_in,
     settings,
-    tested,
 )
 
 WEIGHTS = "weights/backbone.safetensors"
@@ -71,10 +71,9 @@ def train_jointly(
         result = fit_requests(net, requests, opened, run, callbacks, accelerator, stop)
         outcomes = []
         for request, one in zip(requests, opened, strict=True):
-            test, task = tested(net, request, one), net.tasks[request.task]
-            task.metrics |= {"test": test} if test else {}
+            task = finish(net, request, one)
             path = Path(folder) / f"{task.name}.safetensors"
-            outcomes.append(TrainResult(task.freeze(), path, result.history, test, one.skipped))
+            outcomes.append(TrainResult(task, path, result.history, task.metrics.get("test"), one.skipped))
         if accelerator.is_main_process:
             _write(Path(folder), backbone, net, outcomes)
             runs.done(run)

@@ -104,6 +104,11 @@ def open_store(folder: str | Path, backbone: Backbone | None) -> tuple[Store, Ne
 def open_request(request: Request) -> TrainData:
     """Find the images, without those that cannot be read where the request says so."""
     splits = open_data(request.data, seed=request.config.seed, root=request.root, val_share=request.val_share)
+    if len(splits.classes) == 1:
+        raise DataError(
+            f"all images of {request.data} are of one class, {splits.classes[0]!r}, so there is nothing to tell apart: "
+            "give it images of at least two classes"
+        )
     return TrainData(*drop_bad(splits)) if request.skip_bad else TrainData(splits, [])
 
 
@@ -171,7 +176,7 @@ def train(
             task.load_state_dict(result.best_tasks[request.task])
             other_test = tested(net, request, data)
             task.load_state_dict(last)
-        _finish(net, request, data)
+        finish(net, request, data)
         test = task.metrics.get("test")
         best_test = other_test or test
         if accelerator.is_main_process:
@@ -181,7 +186,7 @@ def train(
     return TrainResult(task, path, result.history, test, data.skipped, result.best, best_test)
 
 
-def _finish(net: Network, request: Request, data: TrainData) -> None:
+def finish(net: Network, request: Request, data: TrainData) -> Task:
     """Freeze a task, round it to what its file holds, and measure it as it is then."""
     task = net.tasks[request.task]
     task.freeze()
@@ -190,6 +195,7 @@ def _finish(net: Network, request: Request, data: TrainData) -> None:
         task.metrics[task.metrics["kept"]] |= {f"val_{what}": value for what, value in found.items()}
     if test := tested(net, request, data):
         task.metrics["test"] = test
+    return task
 
 
 @contextlib.contextmanager

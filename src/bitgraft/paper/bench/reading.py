@@ -8,13 +8,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from bitgraft.backbone.files import check_name
 from bitgraft.errors import BitgraftError, SuiteError
 from bitgraft.methods import registry
 from bitgraft.methods.preset_options import preset_options
 from bitgraft.paper.bench.suite import SPLITS, Suite, narrowed
 from bitgraft.paper.from_dict import from_dict
 from bitgraft.paper.report.records import ORIGINAL
-from bitgraft.task import check_name
 
 FOLDER = resources.files("bitgraft.paper.bench") / "suites"
 

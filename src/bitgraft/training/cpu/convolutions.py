@@ -88,7 +88,9 @@ class _Convolution(torch.autograd.Function):
             output = products.convolved(x, weight, shape.size, *shape.steps)
         else:
             return torch.conv2d(x, weight, bias, *shape.steps, shape.groups)
-        return output if bias is None else output.add_(bias[:, None, None])
+        if bias is not None:
+            output.add_(bias[:, None, None])
+        return output.data  # no view, which nothing behind it could write to in place (ReLU)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

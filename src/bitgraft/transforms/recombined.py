@@ -1,0 +1,20 @@
+"""A layer's filters recombined, as in deep adaptation networks (Rosenfeld and Tsotsos)."""
+
+import torch
+from torch import Tensor, nn
+
+from bitgraft.transforms.base import Transform, Weight, strided_like, widened
+
+
+class Recombined(Transform):
+    """W~ = P · W, with W's filters as rows and P square, starting as the identity."""
+
+    def __init__(self, weight: Weight, device: torch.device) -> None:
+        super().__init__()
+        self.weight = weight
+        self.p = nn.Parameter(torch.eye(weight.outputs, device=device))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        filters = self.weight.filters(widened(weight))
+        mixed = self.weight.from_filters(self.p.to(filters.dtype) @ filters)
+        return strided_like(weight, mixed).to(weight.dtype)

@@ -1,0 +1,49 @@
+"""Residual adapters (Rebuffi et al.): a 1x1 convolution beside or behind a larger one."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bitgraft.transforms.base import Transform, Weight, widened
+
+CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+
+
+class Parallel(Transform):
+    """W~ = W + centre(A): a 1x1 convolution beside a larger one, folded into its middle tap."""
+
+    def __init__(self, weight: Weight, device: torch.device) -> None:
+        super().__init__()
+        self.padding = [size // 2 for size in reversed(weight.kernel) for _ in range(2)]
+        self.a = nn.Parameter(torch.zeros(*weight.shape[:2], *(1 for _ in weight.kernel), device=device))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return (widened(weight) + F.pad(self.a, self.padding)).to(weight.dtype)
+
+
+class SeriesTail(nn.Module):
+    """y + A·BN(y), behind a convolution and before its own norm."""
+
+    def __init__(self, channels: int, dimensions: int, device: torch.device) -> None:
+        super().__init__()
+        self.norm = NORM[dimensions](channels, device=device)
+        self.a = CONV[dimensions](channels, channels, 1, bias=False, device=device)
+        nn.init.zeros_(self.a.weight)
+
+    def forward(self, y: Tensor) -> Tensor:
+        adapted: Tensor = y + self.a(self.norm(y.float()))  # the adapter is in float32, whatever y is in
+        return adapted.to(y.dtype)
+
+
+class Series(Transform):
+    """The weight stays; a residual adapter follows the layer."""
+
+    tail: nn.Module
+
+    def __init__(self, weight: Weight, device: torch.device) -> None:
+        super().__init__()
+        self.tail = SeriesTail(weight.outputs, len(weight.kernel), device)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight

@@ -1,0 +1,115 @@
+"""Batches of other forms than images and their labels: named inputs, labels of pixels, a loss of the model's own."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from bitgraft import Config, Network, TrainingError, evaluate, fit
+from bitgraft.training.batches import pair, split
+
+ONCE = Config(epochs=1, batch=4)
+
+
+class Named(nn.Module):
+    """Takes named inputs, and labels for a loss of its own, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 5)
+
+    def forward(self, x, scale=None, labels=None):
+        scores = self.head(self.norm(self.first(x if scale is None else x * scale)))
+        return {"logits": scores} if labels is None else {"loss": F.cross_entropy(scores, labels), "logits": scores}
+
+
+def items(count=8):
+    rng = torch.Generator().manual_seed(0)
+    return [{"x": torch.randn(4, generator=rng), "scale": torch.ones(1), "labels": i % 2} for i in range(count)]
+
+
+def named():
+    torch.manual_seed(0)
+    net = Network(Named(), head="head", example={"x": torch.zeros(1, 4)})
+    net.add_task("t", classes=2)
+    return net
+
+
+def test_named_inputs_learn_as_a_tensor_does():
+    net = named()
+    fit(net, "t", items(), items(), ONCE)
+    other = named()
+    pairs = TensorDataset(torch.stack([item["x"] for item in items()]), torch.arange(8) % 2)
+    fit(other, "t", pairs, pairs, ONCE)
+    assert evaluate(net, "t", items()) == evaluate(other, "t", pairs)
+
+
+def test_the_models_own_loss_is_the_same_loss():
+    losses = []
+    for loss in (None, "model"):
+        net = named()
+        config = ONCE.changed(label_smoothing=0.0, head_init=False, accumulate=2, keep="last")
+        losses.append(fit(net, "t", items(), items(), config, loss=loss).history[0])
+    assert losses[0]["train_loss"] == pytest.approx(losses[1]["train_loss"])
+    assert losses[0]["val_loss"] == pytest.approx(losses[1]["val_loss"])
+
+
+def test_a_model_without_a_loss_is_told():
+    net = Network(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 5)))
+    net.add_task("t", classes=2)
+    data = TensorDataset(torch.randn(8, 4), torch.arange(8) % 2)
+    with pytest.raises(TrainingError, match="Sequential takes only input: pass a function"):
+        fit(net, "t", data, None, ONCE, loss="model")
+
+
+def pixels():
+    """Scores for each pixel."""
+    layers = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 6, 1))
+    net = Network(layers)
+    net.add_task("t", classes=2)
+    return net
+
+
+def test_pixels_are_labelled_and_some_count_for_nothing():
+    torch.manual_seed(0)
+    images = torch.rand(8, 3, 8, 8)
+    labels = (images[:, 0] > 0.5).long()
+    labels[:, 0] = -100
+    net = pixels()
+    history = fit(net, "t", TensorDataset(images, labels), config=Config(epochs=20, batch=4)).history
+    assert history[-1]["train_loss"] < history[0]["train_loss"] < 2
+    found = evaluate(net, "t", TensorDataset(images, labels))
+    with torch.no_grad():
+        scores = net(images, "t")
+    assert found["accuracy"] == pytest.approx(float((scores.argmax(1) == labels)[:, 1:].float().mean()))
+    assert found["loss"] == pytest.approx(float(F.cross_entropy(scores, labels)))
+
+
+def test_a_pixels_label_without_an_output_is_refused():
+    labels = torch.full((8, 8, 8), 255)
+    with pytest.raises(TrainingError, match="has the label 255, but task 't' has 2 classes"):
+        fit(pixels(), "t", TensorDataset(torch.rand(8, 3, 8, 8), labels), config=ONCE)
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"), [({"x": 1}, "a mapping of x"), (torch.zeros(2), "a Tensor"), ((1, 2, 3), "a tuple")]
+)
+def test_a_batch_that_is_none_is_told(batch, said):
+    with pytest.raises(TrainingError, match=f"{said}: give pairs"):
+        pair(batch)
+
+
+def test_lists_and_named_tensors_are_split_in_rows():
+    assert split([1, 2, 3], [2, 1]) == [[1, 2], [3]]
+    first, second = split({"x": torch.arange(3)}, [1, 2])
+    assert (first["x"].tolist(), second["x"].tolist()) == ([0], [1, 2])
+
+
+def test_layers_that_write_in_place_learn_behind_any_convolution():
+    torch.manual_seed(0)
+    body = [nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3, 2, 1), nn.ReLU(inplace=True)]
+    net = Network(nn.Sequential(*body, nn.Flatten(), nn.Linear(32, 6)), example=(1, 3, 8, 8))
+    net.add_task("t", classes=2)
+    data = TensorDataset(torch.rand(8, 3, 8, 8), torch.arange(8) % 2)
+    assert fit(net, "t", data, config=ONCE).history
