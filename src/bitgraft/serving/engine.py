@@ -165,7 +165,7 @@ class Engine(Service):
     async def _scored(self, inputs: dict[Entry, Sequence[Tensor]]) -> dict[Entry, list[Scored]]:
         """Each task's images through its queue and the network."""
         began = time.perf_counter()
-        futures, scored = self.scheduler.submit({**inputs}), dict[Entry, list[Scored]]()
+        futures, scored = self.scheduler.submit(dict(inputs.items())), dict[Entry, list[Scored]]()
         for entry in inputs:
             scored[entry] = [await asyncio.wrap_future(future) for future in futures[entry]]
         for entry, rows in scored.items():
