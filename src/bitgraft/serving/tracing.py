@@ -47,11 +47,13 @@ class Tracing:
 
         parent = TraceContextTextMapPropagator().extract(headers)
         with self._tracer.start_as_current_span(method, context=parent, kind=SpanKind.SERVER) as span:
-            yield attributes
-            span.update_name(f"{method} {attributes.get('http.route', '')}".strip())
-            span.set_attributes(attributes)
-            if attributes.get("http.response.status_code", 500) >= 500:
-                span.set_status(StatusCode.ERROR)
+            try:
+                yield attributes
+            finally:
+                span.update_name(f"{method} {attributes.get('http.route', '')}".strip())
+                span.set_attributes(attributes)
+                if attributes.get("http.response.status_code", 500) >= 500:
+                    span.set_status(StatusCode.ERROR)
 
     def step(self, name: str, began: float, ended: float, **attributes: Any) -> None:
         """A finished part of the current request; times are of `time.perf_counter`."""
