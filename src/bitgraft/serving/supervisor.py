@@ -128,6 +128,7 @@ class _Supervisor:
                 time.sleep(PAUSE)
             if not self._ending:
                 self._start()
+        gc.unfreeze()  # else nanobind takes what nobody collected at the end for leaks
 
     def _start(self) -> None:
         with warnings.catch_warnings():
