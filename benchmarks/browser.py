@@ -91,6 +91,7 @@ def _use(page: Any, url: str, expect: Any, folder: Path, shots: Path | None) -> 
     page.set_input_files("#file", folder / "broken.jpg")
     expect(page.locator("#error")).to_contain_text("cannot be decoded")
     expect(page.locator("#answers .card")).to_have_count(0)
+    expect(page.locator("#curl")).to_be_hidden()
     _shoot(page, shots, "error")
     page.click("#none")
     expect(page.locator("#error")).to_be_empty()  # it was about tasks that nobody asks any more
