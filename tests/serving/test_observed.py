@@ -2,13 +2,19 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from images import bitgraft
 from services import Served, new_store, picture, served, until
 
+from bitgraft.serving.class_names import imagenet_names
+from bitgraft.serving.library import Library
 from bitgraft.serving.logs import accept_id
+from bitgraft.serving.sessions import BUSY, Sessions
 from bitgraft.serving.tracing import Tracing
+from bitgraft.store import Backbone
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +63,30 @@ def test_metrics_tell_tasks_apart(service: Served):
     ):
         assert line in numbers, line
     assert "zebras" not in numbers
+
+
+def test_sessions_made_and_dropped_are_noted(tmp_path):
+    store, net = new_store(tmp_path)
+    library, noted = Library(store, net.joint_copy()), []
+    library.scan()
+    made = SimpleNamespace(nbytes=100)
+    held = Sessions(library, budget=100, make=lambda *given: made, note=lambda *event: noted.append(event))
+    held._estimate = lambda: 100
+    held.start()
+    for name, images in (("birds", BUSY), ("cars", 2 * BUSY)):
+        held.get(library.tasks[name], images)
+        until(lambda name=name: held.size(library.tasks[name]) == 100, "it got no session")
+    assert noted == [("birds", "made"), ("birds", "dropped"), ("cars", "made")]
+
+
+def test_the_backbones_own_classes_are_imagenets_where_it_is_a_trained_network_of_timm():
+    network = torch.nn.Identity()
+    assert imagenet_names(network, Backbone("x")) is None
+    network.pretrained_cfg, network.num_classes = {}, 1000
+    assert imagenet_names(network, Backbone("x"))[:2] == ("tench", "goldfish")
+    assert imagenet_names(network, Backbone("x", pretrained=False)) is None
+    network.num_classes = 10
+    assert imagenet_names(network, Backbone("x")) is None
 
 
 def test_a_request_is_one_span_of_the_clients_trace_with_its_steps_within():

@@ -86,8 +86,10 @@ class Library:
                 check_name(name)
                 broken = f" (its file is broken: {self.errors[name]})" if name in self.errors else ""
                 raise UnknownTaskError(f"there is no task {name!r}{broken}; known are {', '.join(tasks)}")
-        drawn = {name: canary for name, canary in canaries.items() if random.random() < (canary.share or 0)}
-        return [drawn.get(name, tasks[name]) for name in names]
+        return [self._draw(tasks[name], canaries.get(name)) for name in names]
+
+    def _draw(self, task: Entry, canary: Entry | None) -> Entry:
+        return task if canary is None or random.random() >= (canary.share or 0.0) else canary
 
     def about(self, entry: Entry) -> dict[str, Any]:
         """A task as JSON, with its canary."""

@@ -12,6 +12,7 @@ from bitgraft.serving.settings import LogFormat
 TEXT = "%(asctime)s %(process)d %(levelname)s %(message)s"
 SAFE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 access = logging.getLogger("bitgraft.access")
+access.disabled = True  # until JSON is asked for
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
