@@ -244,6 +244,21 @@ def test_a_checked_file_is_not_kept_in_memory(library, tmp_path):
     assert set(made.net.tasks) == before
 
 
+def test_a_rollback_to_a_broken_file_is_refused_and_old_parts_are_swept(library):
+    made, _ = library
+    versions, whole = Versions(made.store), made.store.path("birds").read_bytes()
+    made.store.path("birds").write_bytes(whole[:100])  # by hand
+    part, left = versions.part(), versions.part()
+    part.write_bytes(whole)
+    left.write_bytes(b"left by a kill")
+    os.utime(left, (1, 1))
+    change(made, "put", "birds", str(part))
+    assert not left.exists()
+    with pytest.raises(Refusal, match="the task file is refused: birds"):
+        change(made, "rollback", "birds")
+    assert made.store.path("birds").read_bytes() == whole
+
+
 def test_a_canary_without_its_share_is_reported(library):
     made, _ = library
     folder = made.store.folder / "canary"

@@ -1,5 +1,6 @@
 """The HTTP side: routes, refusals as sentences, the pages."""
 
+import asyncio
 import base64
 import hashlib
 import re
@@ -121,7 +122,8 @@ def _add_state(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         """Metrics of all workers, in Prometheus' format."""
         service.update_gauges()
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = await asyncio.to_thread(service.metrics.text)  # with many tasks it takes seconds
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _add_page(app: FastAPI, path: str, name: str) -> None:

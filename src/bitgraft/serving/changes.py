@@ -18,6 +18,8 @@ def change(library: Library, action: str, name: str, file: str = "", canary: flo
         if action == "put":
             _put(library, versions, name, Path(file), canary)
         else:
+            if action == "rollback" and versions.previous(name).exists():
+                _check(library, name, versions.previous(name))  # it may have been broken when it was replaced
             getattr(versions, action)(name)
     except UnsafeNameError as problem:
         raise Refusal(400, str(problem)) from problem
@@ -30,11 +32,15 @@ def change(library: Library, action: str, name: str, file: str = "", canary: flo
 
 
 def _put(library: Library, versions: Versions, name: str, file: Path, canary: float | None) -> None:
-    try:
-        library.check(name, file)
-    except TaskError as problem:
-        raise Refusal(422, f"the task file is refused: {problem}") from problem
+    _check(library, name, file)
     if canary is None:
         versions.put(name, file)
     else:
         versions.put_canary(name, file, canary)
+
+
+def _check(library: Library, name: str, file: Path) -> None:
+    try:
+        library.check(name, file)
+    except TaskError as problem:
+        raise Refusal(422, f"the task file is refused: {problem}") from problem

@@ -4,6 +4,7 @@ A model is a task. Its input is `images` (BYTES: encoded images) or `tensor` (FP
 are `probabilities`, in the order of the task's classes, and `class`, the name of the likeliest.
 """
 
+import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -50,7 +51,7 @@ def add_inference_protocol(app: FastAPI, service: Service, uploads: Uploads) -> 
         if coding := request.headers.get("content-encoding", ""):
             raise Refusal(415, f"the body is compressed with {coding}: send it as it is")
         async with uploads.body(request) as body:
-            asked = read_request(body, request.headers.get(HEADER_LENGTH))
+            asked = await asyncio.to_thread(read_request, body, request.headers.get(HEADER_LENGTH))
             inferred = await service.infer(task, asked.inputs)
         data, headers = write_response(task, asked, inferred)
         kind = "application/octet-stream" if HEADER_LENGTH in headers else "application/json"

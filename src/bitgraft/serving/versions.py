@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bitgraft.backbone.files import PART, write_atomically
+from bitgraft.backbone.files import PART, sweep_parts, write_atomically
 from bitgraft.errors import StoreError
 from bitgraft.serving.refusals import Refusal
 from bitgraft.store import SUFFIX, Store
@@ -121,6 +121,7 @@ class Versions:
     def _locked(self) -> Iterator[None]:
         with open(self._store.folder / LOCK, "a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # goes with the file, also when the process is killed
+            sweep_parts(self._store.folder)
             yield
 
 
