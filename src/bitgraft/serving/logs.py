@@ -6,8 +6,7 @@ import re
 import time
 import uuid
 from contextvars import ContextVar
-
-from bitgraft.serving.settings import LogFormat
+from typing import Literal
 
 TEXT = "%(asctime)s %(process)d %(levelname)s %(message)s"
 SAFE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -16,7 +15,7 @@ access.disabled = True  # until JSON is asked for
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
-def set_up_logging(form: LogFormat) -> None:
+def set_up_logging(form: Literal["text", "json"]) -> None:
     logging.basicConfig(level=logging.INFO, format=TEXT)
     access.disabled = form == "text"
     if form == "json":

@@ -9,8 +9,6 @@ from pydantic import BaseModel, ByteSize, Field, ValidationError
 from bitgraft.errors import ServingError
 from bitgraft.runtime.engines import EngineName
 
-LogFormat = Literal["text", "json"]
-
 
 class Settings(BaseModel, frozen=True):
     """Limits hold for each worker. Sizes are in bytes, or text: 2GB, 500MB, 1GiB."""
@@ -38,7 +36,7 @@ class Settings(BaseModel, frozen=True):
     admin_keys: tuple[bytes, ...] = Field(default=(), repr=False)
     """Hashes of the keys that may change tasks; empty: nobody may."""
     max_task: ByteSize = Field(ByteSize(500 * 10**6), ge=1)
-    log_format: LogFormat = "text"
+    log_format: Literal["text", "json"] = "text"
     otlp: str = ""
     """Where traces go: a collector's address; empty: nowhere."""
 
