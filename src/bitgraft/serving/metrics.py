@@ -59,7 +59,9 @@ class Metrics:
         self.session_events = counter("bitgraft_session_events", "Sessions made and dropped", "task", "event")
         self.decoding = gauge("bitgraft_decoding_images", "Images being decoded or waiting for it")
         self.waiting = gauge("bitgraft_waiting_images", "Images in queues")
-        self.queued = gauge("bitgraft_queue_images", "Images of a task, waiting or in the network", labels=("task",))
+        self.queued = gauge(
+            "bitgraft_queue_images", "Images of a task, accepted and not answered yet", labels=("task",)
+        )
         self.resident = gauge("bitgraft_resident_tasks", "Tasks whose weights are computed")
         self.sessions = gauge("bitgraft_sessions", "Tasks that run in onnxruntime")
         self.session_bytes = gauge("bitgraft_session_bytes", "Memory of their sessions")
