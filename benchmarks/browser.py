@@ -27,6 +27,7 @@ CLASSES = {
     "textures": ["banded", "dotted", "fibrous", "knitted", "marbled", "woven"],
     "solar-cells": ["functional", "defective"],
 }
+PHONE = {"viewport": {"width": 390, "height": 800}, "is_mobile": True, "has_touch": True}
 MAIN = "from bitgraft.cli.main import main; main()"
 
 
@@ -44,7 +45,8 @@ def main() -> int:
         for name, options in {
             "light": {"viewport": {"width": 1200, "height": 900}},
             "dark": {"viewport": {"width": 1200, "height": 900}, "color_scheme": "dark"},
-            "phone": {"viewport": {"width": 390, "height": 800}, "is_mobile": True, "has_touch": True},
+            "phone": PHONE,
+            "phone, dark": {**PHONE, "color_scheme": "dark"},
         }.items():
             page = browser.new_context(**options).new_page()
             problems: list[str] = []
@@ -53,7 +55,7 @@ def main() -> int:
             page.on("request", lambda asked, into=problems: None if _own(asked.url, url) else into.append(asked.url))
             _use(page, url, expect, Path(folder), shots and shots / name)
             assert not problems, problems
-            print(f"{name}: upload, answers, error, store and layers are there")
+            print(f"{name}: uploads, answers, error, store, layers and API are there")
         browser.close()
     return 0
 
@@ -71,30 +73,55 @@ def _use(page: Any, url: str, expect: Any, folder: Path, shots: Path | None) -> 
     page.goto(url)
     expect(page.locator("#chips label")).to_have_count(4)
     expect(page.locator("#rows tr")).to_have_count(5)  # one file is broken
-    expect(page.locator("#plots svg")).to_have_count(2)
+    expect(page.locator("#plots svg")).to_have_count(3)  # ones, k1 to k3, k0
+    expect(page.locator("#rows td .bar")).to_have_count(3)
     page.keyboard.press("Tab")
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.id") == "file", "the image cannot be reached by keyboard"
     page.set_input_files("#file", folder / "rose.jpg")
-    expect(page.locator("#answers .metadata")).to_have_count(3)
-    expect(page.locator("#answers .metadata").nth(1).locator("li")).to_have_count(2)  # two classes
-    expect(page.locator("#status")).to_contain_text("3 tasks in")
+    expect(page.locator("#answers .card")).to_have_count(3, timeout=60_000)  # weights are computed first
+    expect(page.locator("#answers .card").nth(1).locator("li")).to_have_count(2)  # two classes
+    expect(page.locator("#status")).to_contain_text("3 tasks, 1 image")
+    expect(page.locator("#line")).to_contain_text("curl -F 'image=@rose.jpg'")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the screen"
     _shoot(page, shots, "answers")
     page.locator("#chips input").last.focus()
     page.keyboard.press("Space")
-    expect(page.locator("#answers .metadata")).to_have_count(2)
+    expect(page.locator("#answers .card")).to_have_count(2)
     page.set_input_files("#file", folder / "broken.jpg")
     expect(page.locator("#error")).to_contain_text("cannot be decoded")
-    expect(page.locator("#answers .metadata")).to_have_count(0)
+    expect(page.locator("#answers .card")).to_have_count(0)
+    expect(page.locator("#curl")).to_be_hidden()
     _shoot(page, shots, "error")
-    page.set_input_files("#file", folder / "rose.jpg")
-    expect(page.locator("#answers .metadata")).to_have_count(2)
+    page.click("#none")
+    expect(page.locator("#error")).to_be_empty()  # it was about tasks that nobody asks any more
+    page.click("#all")
+    expect(page.locator("#error")).to_contain_text("cannot be decoded")
+    page.set_input_files("#file", [folder / "rose.jpg", folder / "tulip.jpg"])
+    expect(page.locator("#answers .thumb")).to_have_count(2)
+    expect(page.locator("#answers .card")).to_have_count(8)
     expect(page.locator("#error")).to_be_empty()
+    named = page.locator("#answers .card").first.locator(".say").first  # the backbone's own answer
+    assert not named.inner_text().isdecimal(), "ImageNet's classes have no names"
+    _shoot(page, shots, "several")
     page.select_option("#which", "textures")
     expect(page.locator("#plots svg title").first).to_contain_text("Share of ones")
+    _read(page, url, expect, folder, shots)
+
+
+def _read(page: Any, url: str, expect: Any, folder: Path, shots: Path | None) -> None:
+    """The API's page: every route has an example, and its form gives a real answer."""
     page.goto(f"{url}docs")
-    expect(page.locator("h2")).not_to_have_count(0)
+    expect(page.locator("details")).not_to_have_count(0)
+    for box in page.locator("details").all():
+        box.locator("summary").click()
+        expect(box.locator("h3").first).to_have_text("An answer")
+    first = page.locator("details").first
+    first.locator("input[type=file]").set_input_files(folder / "rose.jpg")
+    first.locator("button").click()
+    expect(first.locator("pre").last).to_contain_text("200 OK")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the API is wider than the screen"
+    _shoot(page, shots, "docs")
 
 
 def _shoot(page: Any, shots: Path | None, name: str) -> None:
@@ -108,6 +135,7 @@ def _server(folder: Path) -> Iterator[str]:
     from benchmarks.load import picture
 
     (folder / "rose.jpg").write_bytes(picture(0))
+    (folder / "tulip.jpg").write_bytes(picture(1))
     (folder / "broken.jpg").write_bytes(picture(0)[:3000])
     net = Network(BACKBONE.build())
     store = Store.create(folder / "store", BACKBONE, net)

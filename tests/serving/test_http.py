@@ -86,7 +86,7 @@ def test_health_and_numbers(service: Served):
     assert service.http.get("/readyz").status_code == 200
     service.http.get("/v1/made-up-by-a-client-1")
     numbers = service.http.get("/metrics").text
-    assert 'bitgraft_images_total{task="cars"}' in numbers
+    assert 'bitgraft_images_total{task="cars",version="stable"}' in numbers
     assert "bitgraft_request_seconds_bucket" in numbers
     assert "made-up" not in numbers
 

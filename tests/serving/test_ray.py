@@ -1,5 +1,7 @@
 """The service on a local Ray: the same answers and refusals, each task where its weights are."""
 
+import base64
+import hashlib
 import itertools
 import os
 import socket
@@ -36,7 +38,9 @@ def address(tmp_path, monkeypatch):
     try:
         with pytest.raises(ServingError, match="3 replicas need a CPU each, and Ray has 2: give fewer --workers"):
             ray_app.deploy(Settings(store=store.folder, port=port, workers=3, threads=1))
-        ray_app.deploy(Settings(store=store.folder, port=port, workers=2, threads=1, exact=True))
+        keys = (hashlib.sha256(b"an-admin-secret").digest(),)
+        settings = Settings(store=store.folder, port=port, workers=2, threads=1, exact=True, poll=0.1, admin_keys=keys)
+        ray_app.deploy(settings)
         yield f"http://127.0.0.1:{port}", net
     finally:
         serve.shutdown()
@@ -57,6 +61,13 @@ def test_replicas_give_the_offline_answers_and_refuse_as_one_process_does(addres
         assert client.post("/v1/predict/birds", content=b"hello").status_code == 415
         assert {row["name"] for row in client.get("/v1/tasks").json()["tasks"]} == {*NAMES, "original"}
         assert client.get("/").status_code == 200
+        image = {"name": "images", "datatype": "BYTES", "shape": [1], "data": [base64.b64encode(picture()).decode()]}
+        inferred = client.post("/v2/models/birds/infer", json={"inputs": [image]}).json()["outputs"][1]
+        assert inferred["data"] == [offline(net, "birds", picture())[0]["class"]]
+        admin = {"X-API-Key": "an-admin-secret"}
+        assert client.delete("/v1/tasks/dogs").status_code == 401
+        assert client.delete("/v1/tasks/dogs", headers=admin).json()["previous"]
+        assert client.post("/v1/tasks/dogs/rollback", headers=admin).json()["classes"] == 4
     handle = ray_serve().get_deployment_handle("tasks", "bitgraft")
     fresh = itertools.count(1)
     until(lambda: stays_at_home(handle, next(fresh)), "no task has a home")

@@ -33,7 +33,7 @@ def write_atomically(path: str | Path, *chunks: bytes | memoryview) -> None:
         target = Path(os.path.realpath(path))  # a link stays a link
         if target.exists() and not target.is_file():
             raise ArchiveError(f"cannot write {path}: it is {_kind(target)}; give the name of a file")
-        _sweep(target.parent)
+        sweep_parts(target.parent)
         part = target.parent / PART.format(secrets.token_hex(8))
         try:
             with os.fdopen(os.open(part, NEW, 0o666), "wb", BUFFER) as file:  # the kernel takes the umask off
@@ -76,7 +76,7 @@ def read_whole(path: str | Path) -> memoryview:
         raise ArchiveError(f"cannot read {path}: {_reason(cause, path)}") from cause
 
 
-def _sweep(folder: Path) -> None:
+def sweep_parts(folder: Path) -> None:
     """Remove what killed saves left behind long ago."""
     for part in folder.glob(PART.format("*")):
         with contextlib.suppress(OSError):

@@ -1,13 +1,15 @@
 """`bitgraft serve`: every task of a store over HTTP."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from typer import Option
 
 from bitgraft.cli.app import command
 from bitgraft.cli.options import STORE, Engine, StoreFolder
+
+LogFormat = Literal["text", "json"]
 
 
 @command("""
@@ -37,14 +39,22 @@ def serve(
     ] = None,
     device: Annotated[str, Option(help="Where the network runs, as torch calls it.")] = "cpu",
     api_key_file: Annotated[Path | None, Option(metavar="FILE", help="API keys, one per line.")] = None,
+    admin_key_file: Annotated[
+        Path | None, Option(metavar="FILE", help="Keys that may add, replace and remove tasks over HTTP.")
+    ] = None,
+    max_task: Annotated[str, Option(metavar="SIZE", help="The largest task file that may be added so.")] = "500MB",
+    log_format: Annotated[LogFormat, Option(help="json: one object per line, requests included.")] = "text",
+    otlp: Annotated[str, Option(metavar="URL", help="Send traces to this collector, by OTLP over HTTP.")] = "",
     ray: Annotated[bool, Option("--ray", help="Deploy on Ray Serve, with --workers replicas.")] = False,
 ) -> None:
     """Serve every task of a store over HTTP, with a page to try them.
 
     Task files that are added, replaced or removed are picked up without a restart.
     """
+    from bitgraft.errors import ServingError, how_to_install
+
+    extra = "ray" if ray else "serve"
     try:
-        from bitgraft.errors import ServingError, how_to_install
         from bitgraft.serving.access import read_keys
         from bitgraft.serving.settings import Settings
 
@@ -52,12 +62,17 @@ def serve(
             from bitgraft.serving.ray_app import serve as run
         else:
             from bitgraft.serving.supervisor import serve as run
+        if otlp:
+            extra = "otel"
+            import opentelemetry.exporter.otlp.proto.http.trace_exporter  # noqa: F401
     except ImportError as missing:
-        extra = "ray" if ray else "serve"
         raise typer.BadParameter(f"{missing.name} is not installed: {how_to_install(extra)}") from missing
-    keys = read_keys(api_key_file) if api_key_file else ()
+    keys = {
+        "keys": read_keys(api_key_file) if api_key_file else (),
+        "admin_keys": read_keys(admin_key_file) if admin_key_file else (),
+    }
     try:
-        settings = Settings(**{**context.params, "pin": pin or ()}, keys=keys)  # the options have the settings' names
+        settings = Settings(**{**context.params, "pin": pin or ()}, **keys)  # the options have the settings' names
     except ServingError as fault:
         name, _, problem = str(fault).partition(" ")
         raise typer.BadParameter(f"--{name.replace('_', '-')} {problem}") from fault

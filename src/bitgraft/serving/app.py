@@ -1,5 +1,6 @@
 """The HTTP side: routes, refusals as sentences, the pages."""
 
+import asyncio
 import base64
 import hashlib
 import re
@@ -15,7 +16,10 @@ from starlette.exceptions import HTTPException
 
 from bitgraft import __version__
 from bitgraft.serving.access import Access
+from bitgraft.serving.admin import add_admin
 from bitgraft.serving.engine import Service
+from bitgraft.serving.examples import METRICS, PREDICTION, PREDICTIONS, STATUS, TASK, TASKS, answer
+from bitgraft.serving.inference_protocol import add_inference_protocol
 from bitgraft.serving.refusals import Refusal
 from bitgraft.serving.uploads import Uploads
 
@@ -43,7 +47,8 @@ class Prediction(BaseModel):
     """One task's answers: a list for each image, the likeliest class first."""
 
     task: str
-    milliseconds: float
+    version: str
+    milliseconds: float = Field(description="In the network, for the batch in which the images ran.")
     answers: list[list[Answer]]
 
 
@@ -58,24 +63,25 @@ def make_app(service: Service) -> FastAPI:
     app = FastAPI(title="bitgraft", version=__version__, docs_url=None, redoc_url=None)
     for kind in (Refusal, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _failed)
-    app.add_middleware(Access, metrics=service.metrics, keys=service.settings.keys)
+    app.add_middleware(Access, service=service)
+    uploads = Uploads(service.settings)
     _add_page(app, "/", "page.html")
     _add_page(app, "/docs", "docs.html")
     _add_state(app, service)
-    _add_predictions(app, service)
+    _add_predictions(app, service, uploads)
+    add_admin(app, service, uploads)
+    add_inference_protocol(app, service, uploads)
     return app
 
 
-def _add_predictions(app: FastAPI, service: Service) -> None:
-    uploads = Uploads(service.settings)
-
-    @app.post("/v1/predict/{task:path}", response_model=Prediction, openapi_extra=BODY)
+def _add_predictions(app: FastAPI, service: Service, uploads: Uploads) -> None:
+    @app.post("/v1/predict/{task:path}", response_model=Prediction, openapi_extra=BODY, responses=answer(PREDICTION))
     async def predict(request: Request, task: str, top: Top = 5) -> Any:
         """One task's answers to one or more images."""
         async with uploads.read(request) as (images, _):
             return (await service.predict([task], images, top))[0]
 
-    @app.post("/v1/predict", response_model=Predictions, openapi_extra=BODY)
+    @app.post("/v1/predict", response_model=Predictions, openapi_extra=BODY, responses=answer(PREDICTIONS))
     async def predict_several(request: Request, task: Tasks = [], top: Top = 5) -> Any:  # noqa: B006
         """The answers of several tasks to the same images."""
         began = time.perf_counter()
@@ -89,12 +95,12 @@ def _add_predictions(app: FastAPI, service: Service) -> None:
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/tasks")
+    @app.get("/v1/tasks", responses=answer(TASKS))
     async def tasks() -> dict[str, Any]:
         """The store: each task's method, classes, accuracy, size, and whether its weights are computed right now."""
         return await service.tasks()
 
-    @app.get("/v1/tasks/{task:path}")
+    @app.get("/v1/tasks/{task:path}", responses=answer(TASK))
     async def task(task: str) -> dict[str, Any]:
         """One task: its classes, and by layer the share of ones and k0..k3."""
         return await service.task(task)
@@ -102,21 +108,22 @@ def _add_state(app: FastAPI, service: Service) -> None:
     def status(good: bool) -> Response:
         return JSONResponse({"status": "ok" if good else "unavailable"}, 200 if good else 503)
 
-    @app.get("/healthz")
+    @app.get("/healthz", responses=answer(STATUS))
     async def healthy() -> Response:
         """Whether the process works and accepts requests."""
         return status(service.healthy())
 
-    @app.get("/readyz")
+    @app.get("/readyz", responses=answer(STATUS))
     async def ready() -> Response:
         """The same, and whether all pinned tasks are ready."""
         return status(service.ready())
 
-    @app.get("/metrics")
+    @app.get("/metrics", responses=answer(METRICS, "text/plain"))
     async def metrics() -> Response:
         """Metrics of all workers, in Prometheus' format."""
         service.update_gauges()
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = await asyncio.to_thread(service.metrics.text)  # with many tasks it takes seconds
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _add_page(app: FastAPI, path: str, name: str) -> None:
@@ -139,7 +146,7 @@ def _add_page(app: FastAPI, path: str, name: str) -> None:
 async def _failed(request: Request, problem: Any) -> Response:
     if isinstance(problem, Refusal):
         headers = {} if problem.retry_after is None else {"Retry-After": str(problem.retry_after)}
-        if problem.status in (400, 408, 413, 415, 503):
+        if problem.status in (400, 401, 403, 408, 413, 415, 503, 507):
             headers["Connection"] = "close"  # the rest of the body may still come, and nobody will read it
         return JSONResponse({"error": problem.sentence}, problem.status, headers)
     if isinstance(problem, HTTPException):

@@ -3,26 +3,45 @@
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from bitgraft.errors import UnknownTaskError, UnsafeNameError
+from bitgraft.runtime.module_cache import computed_bytes
+from bitgraft.serving.changes import change
 from bitgraft.serving.library import Entry, Library
 from bitgraft.serving.metrics import Metrics
-from bitgraft.serving.predictions import decode
+from bitgraft.serving.predictions import check_tensor, decode
 from bitgraft.serving.refusals import Refusal
 from bitgraft.serving.scheduler import Scheduler
 from bitgraft.serving.sessions import Sessions
 from bitgraft.serving.settings import Settings
+from bitgraft.serving.tracing import Tracing, otlp_exporter
 from bitgraft.workflows.prediction import best, probabilities, torch_scores
 
 DECODERS = 2  # threads; each holds one decoded image at a time
 Predictions = list[dict[str, Any]]
-"""For each task {"task": its name, "milliseconds": from queue to answer, "answers": the best classes by image}."""
+"""For each task {"task", "version", "milliseconds": in the network, "answers": the best classes by image}."""
+
+
+class Inferred(NamedTuple):
+    """One task's probabilities (N, classes), and what the classes are called, if they have names."""
+
+    probabilities: Tensor
+    classes: Sequence[str] | None
+    version: str
+
+
+class Scored(NamedTuple):
+    """One image's probabilities, how long its batch took, and when that ended."""
+
+    row: Tensor
+    seconds: float
+    ended: float
 
 
 class Service(Protocol):
@@ -30,8 +49,11 @@ class Service(Protocol):
 
     settings: Settings
     metrics: Metrics
+    tracing: Tracing
 
     async def predict(self, names: Sequence[str], images: Sequence[bytes], top: int) -> Predictions: ...
+    async def infer(self, name: str, inputs: Sequence[bytes] | Tensor) -> Inferred: ...
+    async def change(self, action: str, name: str, *args: Any) -> dict[str, Any]: ...
     async def tasks(self) -> dict[str, Any]: ...
     async def task(self, name: str) -> dict[str, Any]: ...
 
@@ -50,6 +72,7 @@ class Engine(Service):
 
     def __init__(self, library: Library, settings: Settings) -> None:
         self.library, self.settings, self.metrics = library, settings, Metrics()
+        self.tracing = Tracing(otlp_exporter(settings.otlp) if settings.otlp else None)
         self.scheduler = Scheduler(
             self._run,
             batch=settings.max_batch,
@@ -57,7 +80,13 @@ class Engine(Service):
             queue=settings.max_queue,
             total=settings.max_waiting,
         )
-        self.sessions = Sessions(library, budget=settings.memory_budget, pinned=settings.pin, enabled=settings.sessions)
+        self.sessions = Sessions(
+            library,
+            budget=settings.memory_budget,
+            pinned=settings.pin,
+            enabled=settings.sessions,
+            note=lambda task, event: self.metrics.session_events.labels(task, event).inc(),
+        )
         self._decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="bitgraft-decoder")
         self._decoding = 0
         self._watcher = threading.Thread(target=self._watch, name="bitgraft-watcher", daemon=True)
@@ -77,16 +106,36 @@ class Engine(Service):
 
     async def predict(self, names: Sequence[str], images: Sequence[bytes], top: int) -> Predictions:
         """Every task's answers to every image. A request that cannot be answered whole is refused whole."""
+        entries = self._find(dict.fromkeys(names))
+        with self.metrics.asked(entries, len(images)):
+            self._check(len(entries), len(images))
+            decoded = await self._decode(entries, images)
+            scored = await self._scored(dict(zip(entries, zip(*decoded, strict=True), strict=True)))
+        return [self._answers(entry, scored[entry], top) for entry in entries]
+
+    async def infer(self, name: str, inputs: Sequence[bytes] | Tensor) -> Inferred:
+        """All probabilities of one task, for images or for a tensor that is already preprocessed."""
+        (entry,) = self._find([name])
+        with self.metrics.asked([entry], len(inputs)):
+            self._check(1, len(inputs))
+            if isinstance(inputs, Tensor):
+                check_tensor(inputs, entry.preprocessing)
+                rows = list(inputs)
+            else:
+                rows = [made for (made,) in await self._decode([entry], inputs)]
+            scored = (await self._scored({entry: rows}))[entry]
+        return Inferred(torch.stack([one.row for one in scored]), entry.classes, entry.about["version"])
+
+    async def change(self, action: str, name: str, *args: Any) -> dict[str, Any]:
+        return await asyncio.to_thread(change, self.library, action, name, *args)
+
+    def _find(self, names: Iterable[str]) -> list[Entry]:
         try:
-            entries = self.library.find(dict.fromkeys(names))
+            return self.library.find(names)
         except UnsafeNameError as problem:
             raise Refusal(400, str(problem)) from problem
         except UnknownTaskError as problem:
             raise Refusal(404, str(problem)) from problem
-        self._check(len(entries), len(images))
-        decoded = await self._decode(entries, images)
-        futures = self.scheduler.submit(dict(zip(entries, zip(*decoded, strict=True), strict=True)))
-        return await asyncio.gather(*(self._answers(entry, futures[entry], top) for entry in entries))
 
     def _check(self, tasks: int, images: int) -> None:
         """Refuse what would not fit into empty queues, or has too many before it."""
@@ -106,26 +155,46 @@ class Engine(Service):
             return [decode(data, wanted, limit, name) for data, name in zip(images, names, strict=True)]
 
         self._decoding += len(images)
+        began = time.perf_counter()
         try:
             return await asyncio.get_running_loop().run_in_executor(self._decoders, work)
         finally:
             self._decoding -= len(images)
+            self.tracing.step("decode", began, time.perf_counter(), **{"bitgraft.images": len(images)})
 
-    async def _answers(self, entry: Entry, futures: Sequence["Future[Tensor]"], top: int) -> dict[str, Any]:
+    async def _scored(self, inputs: dict[Entry, Sequence[Tensor]]) -> dict[Entry, list[Scored]]:
+        """Each task's images through its queue and the network."""
         began = time.perf_counter()
-        scores = [await asyncio.wrap_future(future) for future in futures]
-        milliseconds = round(1000 * (time.perf_counter() - began), 3)
-        answers = [best(row, entry.classes, top) for row in scores]
-        return {"task": entry.name, "milliseconds": milliseconds, "answers": answers}
+        futures, scored = self.scheduler.submit(dict(inputs.items())), dict[Entry, list[Scored]]()
+        for entry in inputs:
+            scored[entry] = [await asyncio.wrap_future(future) for future in futures[entry]]
+        for entry, rows in scored.items():
+            for one in rows:
+                self.metrics.queue_seconds.labels(entry.name).observe(one.ended - one.seconds - began)
+            for one in {one.ended: one for one in rows}.values():  # of each batch
+                about = {"bitgraft.task": entry.name, "bitgraft.version": entry.about["version"]}
+                self.tracing.step("queue", began, one.ended - one.seconds, **about)
+                self.tracing.step("compute", one.ended - one.seconds, one.ended, **about)
+        return scored
 
-    def _run(self, entry: Entry, images: list[Tensor]) -> list[Tensor]:
-        """The probabilities of each image. Only the scheduler's thread calls this."""
-        began = time.perf_counter()
-        rows = list(probabilities(self._scores(entry, images)))
-        self.metrics.computing.labels(entry.name).inc(time.perf_counter() - began)
-        self.metrics.images.labels(entry.name).inc(len(images))
+    def _answers(self, entry: Entry, scored: Sequence[Scored], top: int) -> dict[str, Any]:
+        seconds = sum({one.ended: one.seconds for one in scored}.values())
+        return {
+            "task": entry.name,
+            "version": entry.about["version"],
+            "milliseconds": round(1000 * seconds, 3),
+            "answers": [best(one.row, entry.classes, top) for one in scored],
+        }
+
+    def _run(self, entry: Entry, images: list[Tensor]) -> list[Scored]:
+        """The probabilities of each image. Only the scheduler's threads call this."""
+        began, engine = time.perf_counter(), self.sessions.engine(entry)
+        rows = probabilities(self._scores(entry, images))
+        ended = time.perf_counter()
+        self.metrics.compute_seconds.labels(entry.name, entry.role, engine).observe(ended - began)
+        self.metrics.images.labels(entry.name, entry.role).inc(len(images))
         self.metrics.batch.observe(len(images))
-        return rows
+        return [Scored(row, ended - began, ended) for row in rows]
 
     def _scores(self, entry: Entry, images: list[Tensor]) -> Tensor:
         """(N, classes), from the task's session or from PyTorch."""
@@ -156,7 +225,7 @@ class Engine(Service):
     def _row(self, entry: Entry) -> dict[str, Any]:
         engine, reason = self.sessions.engine(entry), self.sessions.reasons.get(entry)
         resident = engine == "onnxruntime" or entry.inner in self.library.net.resident
-        row = {**entry.about, "resident": resident, "engine": engine}
+        row = {**self.library.about(entry), "resident": resident, "engine": engine}
         return row | ({"engine_reason": reason} if reason and self.settings.sessions else {})
 
     async def task(self, name: str) -> dict[str, Any]:
@@ -164,7 +233,8 @@ class Engine(Service):
         entry = self.library.tasks.get(name)
         if entry is None:
             raise Refusal(404, f"there is no task {name!r}; known are {', '.join(self.library.tasks)}")
-        return {**entry.about, "class_names": entry.classes, "layers": entry.layers}
+        shape = [entry.preprocessing.channels, *entry.preprocessing.size]
+        return {**self.library.about(entry), "input": shape, "class_names": entry.classes, "layers": entry.layers}
 
     def update_gauges(self) -> None:
         self.metrics.decoding.set(self._decoding)
@@ -174,6 +244,19 @@ class Engine(Service):
         self.metrics.session_bytes.set(self.sessions.nbytes)
         self.metrics.tasks.set(len(self.library.tasks))
         self.metrics.broken.set(len(self.library.errors))
+        self.metrics.set_task_bytes(self._task_bytes())
+
+    def _task_bytes(self) -> dict[tuple[str, str], int]:
+        """By task and tier: its bits, and its weights in PyTorch or in a session."""
+        net, sizes = self.library.net, dict[tuple[str, str], int]()
+        resident = net.resident
+        for entry in self.library.tasks.values():
+            sizes[entry.name, "bits"] = entry.about["bytes"]
+            if entry.inner in resident and entry.inner in net.tasks:
+                sizes[entry.name, "torch"] = computed_bytes(net.tasks[entry.inner])
+            if size := self.sessions.size(entry):
+                sizes[entry.name, "onnxruntime"] = size
+        return sizes
 
     def _watch(self) -> None:
         while True:

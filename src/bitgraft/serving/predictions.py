@@ -24,6 +24,16 @@ def decode(data: bytes, wanted: Sequence[Preprocessing], max_pixels: int, name: 
     return [made[preprocessing] for preprocessing in wanted]
 
 
+def check_tensor(images: Tensor, wanted: Preprocessing) -> None:
+    """Refuse what cannot run in one batch with other requests' images."""
+    shape = (wanted.channels, *wanted.size)
+    if images.shape[1:] != shape or not len(images):
+        needed = ", ".join(map(str, ("n", *shape)))
+        raise Refusal(422, f"the tensor has shape {list(images.shape)}: this task takes [{needed}]")
+    if not bool(images.isfinite().all()):
+        raise Refusal(422, "the tensor holds numbers that are not finite: check its preprocessing")
+
+
 def _check_header(data: bytes, max_pixels: int, name: str) -> None:
     """Refuse what is not an image, or would take too much memory to decode."""
     try:

@@ -13,14 +13,16 @@ from typing import Any
 import ray
 from ray import serve as ray_serve
 from ray.serve.config import HTTPOptions
+from torch import Tensor
 
 from bitgraft.errors import ServingError
 from bitgraft.serving.app import make_app
-from bitgraft.serving.engine import Engine, Predictions, Service
+from bitgraft.serving.engine import Engine, Inferred, Predictions, Service
 from bitgraft.serving.metrics import Metrics
 from bitgraft.serving.refusals import Refusal
 from bitgraft.serving.settings import Settings
 from bitgraft.serving.supervisor import open_library
+from bitgraft.serving.tracing import Tracing, otlp_exporter
 from bitgraft.store import Store
 
 APPLICATION, REPLICAS, FRONT = "bitgraft", "tasks", "front"
@@ -114,6 +116,7 @@ class Remote(Service):
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.metrics = settings, Metrics()
+        self.tracing = Tracing(otlp_exporter(settings.otlp) if settings.otlp else None)
 
     async def predict(self, names: Sequence[str], images: Sequence[bytes], top: int) -> Predictions:
         asked = [
@@ -121,6 +124,13 @@ class Remote(Service):
             for name in dict.fromkeys(names)
         ]
         return [prediction for reply in asked for prediction in await _accepted(reply)]
+
+    async def infer(self, name: str, inputs: Sequence[bytes] | Tensor) -> Inferred:
+        near = _replicas().options(multiplexed_model_id=name)
+        return Inferred(*await _accepted(near.call.remote("infer", name, inputs)))
+
+    async def change(self, action: str, name: str, *args: Any) -> dict[str, Any]:
+        return dict(await _accepted(_replicas().call.remote("change", action, name, *args)))
 
     async def tasks(self) -> dict[str, Any]:
         return dict(await _accepted(_replicas().call.remote("tasks")))

@@ -42,8 +42,11 @@ class Sessions:
         pinned: Collection[str] = (),
         enabled: bool = True,
         make: Callable[..., Session] = task_session,
+        note: Callable[[str, str], object] = lambda task, event: None,
     ) -> None:
+        """`note(task, "made")` and `note(task, "dropped")` are called for the metrics."""
         self._library, self._budget, self._pinned, self._enabled, self._make = library, budget, pinned, enabled, make
+        self._note = note
         self._held: WeakKeyDictionary[Entry, _Held] = WeakKeyDictionary()  # a replaced task's session goes with it
         self._wanted: WeakSet[Entry] = WeakSet()
         self.reasons: WeakKeyDictionary[Entry, str] = WeakKeyDictionary()
@@ -102,6 +105,11 @@ class Sessions:
     def nbytes(self) -> int:
         return sum(held.session.nbytes for held in list(self._held.values()))
 
+    def size(self, entry: Entry) -> int:
+        """Bytes of a task's session; 0 without one."""
+        held = self._held.get(entry)
+        return held.session.nbytes if held else 0
+
     def _order(self, entry: Entry) -> None:
         with self._lock:
             if entry in self._wanted or entry in self._held or entry in self.reasons:
@@ -128,6 +136,7 @@ class Sessions:
             if fits:
                 self._held[entry] = _Held(session, self._images)
                 self.made += 1
+                self._note(entry.name, "made")
         del session
         if fits:
             self._library.net.release(entry.inner)
@@ -146,6 +155,7 @@ class Sessions:
                 if drop:
                     del self._held[other]
                     self.dropped += 1
+                    self._note(other.name, "dropped")
         return size <= room or entry.name in self._pinned
 
     def _estimate(self) -> int:

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ByteSize, Field, ValidationError
 
@@ -33,6 +33,12 @@ class Settings(BaseModel, frozen=True):
     device: str = "cpu"
     keys: tuple[bytes, ...] = Field(default=(), repr=False)
     """Hashes of the API keys; empty: no key is needed."""
+    admin_keys: tuple[bytes, ...] = Field(default=(), repr=False)
+    """Hashes of the keys that may change tasks; empty: nobody may."""
+    max_task: ByteSize = Field(ByteSize(500 * 10**6), ge=1)
+    log_format: Literal["text", "json"] = "text"
+    otlp: str = ""
+    """Where traces go: a collector's address; empty: nowhere."""
 
     def __init__(self, **values: Any) -> None:
         try:

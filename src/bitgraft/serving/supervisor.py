@@ -26,6 +26,7 @@ from bitgraft.runtime.engines import share_threads
 from bitgraft.serving.app import make_app
 from bitgraft.serving.engine import Engine
 from bitgraft.serving.library import Library
+from bitgraft.serving.logs import set_up_logging
 from bitgraft.serving.metrics import forget_worker, share_folder
 from bitgraft.serving.settings import Settings
 from bitgraft.store import Store
@@ -39,7 +40,7 @@ STEADY, PAUSE = 10.0, 1.0  # seconds; a worker that dies earlier than that is re
 
 def serve(settings: Settings) -> int:
     """Run until SIGTERM or SIGINT; returns the exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(message)s")
+    set_up_logging(settings.log_format)
     torch.set_num_threads(1)  # a process that has run several threads cannot be forked
     library = open_library(settings)
     listener = _listen(settings)
@@ -127,6 +128,7 @@ class _Supervisor:
                 time.sleep(PAUSE)
             if not self._ending:
                 self._start()
+        gc.unfreeze()  # else nanobind takes what nobody collected at the end for leaks
 
     def _start(self) -> None:
         with warnings.catch_warnings():
@@ -188,6 +190,7 @@ async def _serve(settings: Settings, library: Library, listener: socket.socket) 
         timeout_graceful_shutdown=int(settings.grace),
     )
     await Server(config).serve(sockets=[listener])
+    engine.tracing.close()
 
 
 class PatientProtocol(H11Protocol):

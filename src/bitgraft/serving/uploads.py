@@ -31,11 +31,33 @@ class Uploads:
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[Upload]:
         """The images of a request: its body, or every file of a form. Their bytes count until the block ends."""
-        request.state.received = 0
+        async with self._counted(request) as stream:
+            yield await self._parse(request, stream)
+
+    @asynccontextmanager
+    async def body(self, request: Request) -> AsyncIterator[bytes]:
+        """A request's body as it is, whose bytes count until the block ends."""
+        async with self._counted(request) as stream:
+            yield b"".join([chunk async for chunk in stream])
+
+    @asynccontextmanager
+    async def _counted(self, request: Request) -> AsyncIterator[AsyncGenerator[bytes, None]]:
+        """The body in chunks; together, those of all requests must fit into the memory for them."""
+        held = 0
+
+        async def stream() -> AsyncGenerator[bytes, None]:
+            nonlocal held
+            async for chunk in self.stream(request, self._settings.max_upload, "the upload"):
+                held += len(chunk)
+                self._held += len(chunk)
+                if self._held > self._settings.max_reading:
+                    raise Refusal(503, "too many uploads at once: try later", 1)
+                yield chunk
+
         try:
-            yield await self._parse(request, self._stream(request))
+            yield stream()
         finally:
-            self._held -= request.state.received
+            self._held -= held
 
     async def _parse(self, request: Request, stream: AsyncGenerator[bytes, None]) -> Upload:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -47,36 +69,33 @@ class Uploads:
             if data := b"".join([chunk async for chunk in stream]):
                 return [data], []
             raise Refusal(400, "there is no image: send one as the body, or as a file of a form")
-        except ClientDisconnect as problem:
-            raise Refusal(400, "the connection ended before the image had arrived") from problem
         except Refusal as problem:
             if problem.status in (400, 415):  # a client that is still sending would not read why it was refused
-                with suppress(Refusal, ClientDisconnect):
+                with suppress(Refusal):
                     async for _ in stream:
                         pass
             raise
 
-    async def _stream(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """The body in chunks, until a limit is reached."""
-        limits, state, chunks = self._settings, request.state, request.stream()
-        deadline = time.monotonic() + limits.patience
-        too_large = Refusal(413, f"the upload is larger than {limits.max_upload / 1e6:g} MB: send less at once")
-        if int(request.headers.get("content-length", 0)) > limits.max_upload:
+    async def stream(self, request: Request, limit: int, what: str) -> AsyncGenerator[bytes, None]:
+        """The body in chunks, until it is too large or too slow."""
+        received, chunks = 0, request.stream()
+        deadline = time.monotonic() + self._settings.patience
+        too_large = Refusal(413, f"{what} is larger than {limit / 1e6:g} MB: send less at once")
+        if int(request.headers.get("content-length", 0)) > limit:
             raise too_large
         while True:
-            left = deadline + state.received / RATE - time.monotonic()
+            left = deadline + received / RATE - time.monotonic()
             try:
                 chunk = await asyncio.wait_for(anext(chunks), max(left, 0.0))
             except StopAsyncIteration:
                 return
+            except ClientDisconnect as problem:
+                raise Refusal(400, f"the connection ended before {what} had arrived") from problem
             except TimeoutError as problem:
-                raise Refusal(408, "the image came too slowly: the upload was stopped") from problem
-            state.received += len(chunk)
-            self._held += len(chunk)
-            if state.received > limits.max_upload:
+                raise Refusal(408, f"{what} came too slowly and was stopped") from problem
+            received += len(chunk)
+            if received > limit:
                 raise too_large
-            if self._held > limits.max_reading:
-                raise Refusal(503, "too many uploads at once: try later", 1)
             yield chunk
 
     async def _form(self, request: Request, stream: AsyncGenerator[bytes, None]) -> Upload:

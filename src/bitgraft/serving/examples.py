@@ -1,0 +1,68 @@
+"""Examples of answers, for people who read /docs and /openapi.json."""
+
+from typing import Any
+
+_BEST = [{"class": "rose", "probability": 0.93}, {"class": "tulip", "probability": 0.05}]
+PREDICTION = {"task": "flowers", "version": "9c4b1f6a02d7e385", "milliseconds": 11.4, "answers": [_BEST]}
+PREDICTIONS = {
+    "milliseconds": 31.2,
+    "tasks": [PREDICTION, {**PREDICTION, "task": "cars", "answers": [[{"class": "van", "probability": 0.41}]]}],
+}
+_ROW = {
+    "name": "flowers",
+    "version": "9c4b1f6a02d7e385",
+    "method": "full",
+    "classes": 102,
+    "accuracy": 0.941,
+    "measured_on": "test",
+    "bytes": 795904,
+    "bits_per_weight": 1.37,
+    "density": 0.5,
+}
+TASKS = {
+    "backbone": "tf_efficientnet_lite0",
+    "original": "original",
+    "tasks": [{**_ROW, "resident": True, "engine": "onnxruntime"}],
+    "broken": [],
+    "bytes": 19404204,
+    "separate_bytes": 37216600,
+}
+TASK = {
+    **_ROW,
+    "input": [3, 224, 224],
+    "class_names": ["rose", "tulip", "…"],
+    "layers": [{"name": "conv_stem.weight", "density": 0.51, "k": [1.0, -0.02, 0.04, 0.01]}],
+}
+CHANGED = {**_ROW, "canary": {"share": 0.1, "version": "5d0e77c1b2a94f36", "accuracy": 0.947}, "previous": True}
+STATUS = {"status": "ok"}
+METRICS = 'bitgraft_task_requests_total{status="200",task="flowers",version="stable"} 42.0'
+SERVER = {"name": "bitgraft", "version": "0.1.0", "extensions": ["binary_tensor_data", "classification"]}
+MODEL = {
+    "name": "flowers",
+    "versions": ["9c4b1f6a02d7e385"],
+    "platform": "bitgraft",
+    "inputs": [
+        {"name": "images", "datatype": "BYTES", "shape": [-1]},
+        {"name": "tensor", "datatype": "FP32", "shape": [-1, 3, 224, 224]},
+    ],
+    "outputs": [
+        {"name": "probabilities", "datatype": "FP32", "shape": [-1, 102]},
+        {"name": "class", "datatype": "BYTES", "shape": [-1]},
+    ],
+    "classes": ["rose", "tulip", "…"],
+}
+INFER_REQUEST = {"inputs": [{"name": "images", "datatype": "BYTES", "shape": [1], "data": ["/9j/4AAQ…"]}]}
+INFERRED = {
+    "model_name": "flowers",
+    "model_version": "9c4b1f6a02d7e385",
+    "id": "",
+    "outputs": [
+        {"name": "probabilities", "datatype": "FP32", "shape": [1, 2], "data": [0.95, 0.05]},
+        {"name": "class", "datatype": "BYTES", "shape": [1], "data": ["rose"]},
+    ],
+}
+
+
+def answer(example: Any, kind: str = "application/json") -> dict[int | str, dict[str, Any]]:
+    """What a route answers when all is well, as FastAPI takes it."""
+    return {200: {"content": {kind: {"example": example}}}}
