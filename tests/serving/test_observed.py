@@ -1,18 +1,23 @@
 """What an operator sees: request ids, the access log, metrics by task, traces."""
 
+import asyncio
 import json
 import sys
 from types import SimpleNamespace
 
+import httpx
 import pytest
 import torch
 from images import bitgraft
-from services import Served, new_store, picture, served, until
+from services import PATIENCE, Served, new_store, picture, served, until
 
+from bitgraft.serving.app import make_app
 from bitgraft.serving.class_names import imagenet_names
+from bitgraft.serving.engine import Engine
 from bitgraft.serving.library import Library
 from bitgraft.serving.logs import accept_id
 from bitgraft.serving.sessions import BUSY, Sessions
+from bitgraft.serving.settings import Settings
 from bitgraft.serving.tracing import Tracing
 from bitgraft.store import Backbone
 
@@ -110,6 +115,29 @@ def test_a_request_is_one_span_of_the_clients_trace_with_its_steps_within():
     assert {decode.parent.span_id, compute.parent.span_id} == {whole.context.span_id}
     assert (compute.end_time - compute.start_time, compute.attributes["task"]) == (2 * 10**9, "birds")
     assert not failed.status.is_ok
+
+
+def test_a_prediction_is_traced_from_its_decoding_to_its_answer(tmp_path):
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    store, net = new_store(tmp_path)
+    library, exporter = Library(store, net.joint_copy()), InMemorySpanExporter()
+    library.scan()
+    engine = Engine(library, Settings(store=store.folder, exact=True, threads=1))
+    engine.tracing = Tracing(exporter)
+    engine.scheduler.start()
+
+    async def ask() -> int:
+        transport = httpx.ASGITransport(make_app(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://here", timeout=PATIENCE) as client:
+            return (await client.post("/v1/predict/birds", content=picture())).status_code
+
+    assert asyncio.run(ask()) == 200
+    engine.tracing.close()
+    *steps, whole = exporter.get_finished_spans()
+    assert [step.name for step in steps] == ["decode", "queue", "compute"]
+    assert {step.parent.span_id for step in steps} == {whole.context.span_id}
+    assert whole.attributes["http.response.status_code"] == 200
 
 
 def test_without_an_address_nothing_of_opentelemetry_is_asked(monkeypatch):
