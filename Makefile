@@ -1,12 +1,14 @@
-# Two commands do all the set-up: `make demo` and `make test`. Both build the environment in VENV when it is not there.
+# `make demo` and `make test` set up the environment in VENV when it is not there: demo what it needs itself, test the rest.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e
 READY := $(VENV)/.ready
+DEMO := $(VENV)/.demo
 
 .PHONY: demo test check bench load browser docs dist clean
 
-demo: $(READY)
+demo: $(DEMO)
 	$(BIN)/bitgraft demo
 
 test: $(READY)
@@ -20,7 +22,7 @@ check: $(READY)
 
 # About half an hour on two idle cores; ROWS=switch,files runs some of it, ROUNDS=5 less often.
 bench: $(READY)
-	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e ".[bench]"
+	$(INSTALL) ".[bench]"
 	OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m benchmarks $(if $(ROWS),--rows $(ROWS)) $(if $(ROUNDS),--rounds $(ROUNDS))
 
 # About five minutes on two idle cores: servers under mixed traffic, in turns.
@@ -29,13 +31,14 @@ load: $(READY)
 
 # The page in Debian's chromium (apt install chromium).
 browser: $(READY)
-	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e ".[browser]"
+	$(INSTALL) ".[browser]"
 	$(BIN)/python -m benchmarks.browser $(if $(SHOTS),--shots $(SHOTS))
 
 # The site in site/; anything that mkdocs warns of is an error.
-docs: $(READY)
-	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e ".[docs]"
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+docs:
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt mkdocs-material "mkdocstrings[python]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # An sdist and a wheel in dist/; with TAG=v1.2.3, only if the version is 1.2.3 and the changelog has a section for it.
 dist:
@@ -44,9 +47,16 @@ dist:
 	$(VENV)-release/bin/python .ci/check_release.py $(TAG)
 	$(VENV)-release/bin/python -m build
 
-$(READY): pyproject.toml constraints.txt
+$(DEMO): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e ".[demo,test,check]"
+	@echo "installing what the demo needs; torch with CUDA is most of it (about 6 GB on Linux)"
+	$(INSTALL) ".[demo]"
+	@du -sh $(VENV)
+	touch $(DEMO)
+
+$(READY): $(DEMO)
+	$(INSTALL) ".[test,check]"
+	@du -sh $(VENV)
 	touch $(READY)
 
 clean:

@@ -67,11 +67,19 @@ class Size:
     """Of the backbone, its own head included."""
     weights: int
     """How many of them a task can transform."""
+    body: int = 0
+    """Bytes of all but its own head, buffers included; 0 in stores of earlier versions."""
 
     @classmethod
     def of(cls, net: Network) -> Size:
         weights = sum(weight.shape.numel() for weight in net.anatomy.weights.values())
-        return cls(sum(p.numel() for p in net.backbone.parameters()), weights)
+        state, head = net.backbone.state_dict(), set(net.anatomy.head_names())
+        body = sum(tensor.nbytes for name, tensor in state.items() if name not in head)
+        return cls(sum(p.numel() for p in net.backbone.parameters()), weights, body)
+
+    def copy_bytes(self, head: int) -> int:
+        """Of a separate copy of the network with a head of so many bytes: what `bitgraft export` writes."""
+        return self.body + head if self.body else 4 * self.parameters
 
 
 class Store:

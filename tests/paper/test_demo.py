@@ -8,19 +8,19 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import count
 
-import numpy as np
 import pytest
 from images import NET, SOURCE, photos
 from PIL import Image
 from rich.console import Console
 
-from bitgraft.data.images import Images, Splits
 from bitgraft.errors import FigureError
 from bitgraft.paper import demo, demo_page
-from bitgraft.paper.demo_page import Answer, as_svg
-from bitgraft.paper.figures import draw, draw_curves
+from bitgraft.paper.demo_page import Answer
+from bitgraft.paper.figures import as_svg, draw, draw_curves
 from bitgraft.store import Backbone, Store
 from bitgraft.training import callbacks
+
+METHODS = {"colours": demo.METHODS["digits"], "hues": demo.METHODS["solar"]}
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,10 @@ def done(tmp_path_factory):
         patch.setattr(demo, "BACKBONE", Backbone(NET))
         patch.setattr(demo, "DATA", {"colours": "photos", "hues": "photos"})
         patch.setattr(demo, "ABOUT", {"colours": "squares", "hues": "squares <again>"})
-        patch.setattr(demo, "MOST", 12)
-        patch.setattr(demo, "CONFIG", demo.CONFIG.changed(size=16, resize=18, batch=8))
+        patch.setattr(demo, "METHODS", METHODS)
+        patch.setattr(demo, "SIZE", {"colours": 16, "hues": 16})
+        patch.setattr(demo, "CONFIG", demo.CONFIG.changed(steps=12, batch=8))
+        patch.setattr(demo, "WINDOW", 2)
         patch.setattr(demo, "write", lambda found, path: kept.append(found) or demo_page.write(found, path))
         said = io.StringIO()
         demo.run(folder / "demo", Console(file=said, width=120, highlight=False))
@@ -47,7 +49,7 @@ def done(tmp_path_factory):
 def test_it_says_what_it_found(done):
     folder, said, found = done
     assert [(row.data, row.method) for row in found.rows] == [
-        (data, method) for data in ("colours", "hues") for method in demo.METHODS
+        (data, method) for data in METHODS for method in METHODS[data]
     ]
     assert "before and after: bit-identical" in said
     assert said.count("bit for bit the same") == 2
@@ -56,11 +58,40 @@ def test_it_says_what_it_found(done):
     for row in found.rows:
         assert f"{100 * row.accuracy:.1f} %" in said
         assert row.images_per_second > 0
-        assert len(row.history) == demo.CONFIG.epochs
+        steps = [point["step"] for point in row.curve]
+        assert len([point for point in row.curve if "train_loss" in point]) == 6
+        assert steps == sorted(steps)
+        assert [point["step"] for point in row.curve if "val_accuracy" in point] == [3, 6, 9, 12]
 
 
-def test_training_images_are_capped_and_the_others_are_not(done):
-    assert {shown.images for shown in done[2].shown.values()} == {(12, 9, 9)}
+def test_a_copy_is_counted_with_the_tasks_own_head(done):
+    folder, _, found = done
+    net = (store := Store(folder / "store")).network()
+    for row in found.rows:
+        store.load(net, f"{row.data}-{row.method}")
+        copy = sum(tensor.nbytes for tensor in net.export(f"{row.data}-{row.method}").state_dict().values())
+        assert row.copy_megabytes == pytest.approx(copy / 1e6)
+
+
+def test_a_curve_has_means_over_a_few_steps(monkeypatch):
+    monkeypatch.setattr(demo, "WINDOW", 2)
+    curve, losses = demo.Curve(), [4.0, 2.0, 1.0, 1.0]
+    for epoch in range(2):
+        for step in range(1, 5):
+            curve.step(epoch, step, 8)
+            curve.look(sum(losses[:step]) / step, step / 8)
+        curve.epoch({"epoch": epoch + 1, "val_loss": 0.5, "train_loss": 2.0})
+    assert [(point["step"], point.get("train_loss")) for point in curve.records] == [
+        (2, 3.0), (4, 1.0), (4, None), (6, 3.0), (8, 1.0), (8, None)
+    ]  # fmt: skip
+    assert curve.records[2] == {"step": 4, "val_loss": 0.5}
+
+
+def test_mistakes_are_counted(done):
+    for shown in done[2].shown.values():
+        for one in shown.worst:
+            assert one.example.said != one.example.truth
+            assert 1 <= one.times <= one.of == 3
 
 
 class Outline(HTMLParser):
@@ -95,9 +126,11 @@ def test_the_page_is_whole_in_itself(done):
     assert outline.open == []
     assert all(value.startswith(("#", "data:image/png;base64,")) for value in outline.fetched)
     assert not re.search(r"url\((?!#)|@import|<script|<link|<iframe", page)
-    assert outline.tags["img"] == 2 * demo.SHOWN
-    assert outline.tags["svg"] == 2 * 2  # learning curves, and masks and k, for each data set
-    assert outline.tags["tr"] == 1 + 6
+    worst = sum(len(shown.worst) for shown in done[2].shown.values())
+    assert outline.tags["img"] == 2 * demo.SHOWN + worst
+    assert outline.tags["svg"] == 2 * 4  # loss, accuracy, ones and k, for each data set
+    assert outline.tags["tr"] == 1 + 8
+    assert page.count('class="ours"') == 2
 
 
 def test_the_page_is_true_to_what_was_found(done):
@@ -108,8 +141,10 @@ def test_the_page_is_true_to_what_was_found(done):
     for row in found.rows:
         cells = f"<td>{100 * row.accuracy:.1f} %</td><td>{row.kilobytes:,.0f} kB</td>"
         assert cells in re.sub("</?b>", "", page)
-    right = sum(answer.said == answer.truth for shown in found.shown.values() for answer in shown.answers)
-    assert (page.count("✓"), page.count("✗")) == (right, 2 * demo.SHOWN - right)
+    answers = [answer for shown in found.shown.values() for answer in shown.answers]
+    right = sum(answer.said == answer.truth for answer in answers)
+    worst = sum(len(shown.worst) for shown in found.shown.values())
+    assert (page.count("✓"), page.count("✗")) == (right, len(answers) - right + worst)
 
 
 def test_the_page_does_not_hide_a_change(done, tmp_path):
@@ -120,18 +155,6 @@ def test_the_page_does_not_hide_a_change(done, tmp_path):
     assert "bit-identical" not in page
     assert "scores CHANGED" in page
     assert page.count("OTHER scores") == 2
-
-
-def test_a_cap_keeps_the_share_of_each_class():
-    labels = [0] * 60 + [1] * 30 + [2] * 10
-    images = Images(np.arange(100, dtype=np.uint8).repeat(4).reshape(100, 2, 2), labels)
-    splits = Splits(name="known", classes=("a", "b", "c"), train=images, val=images, test=images)
-    few = demo.capped(splits, 50)
-    assert Counter(few.train.labels) == {0: 30, 1: 15, 2: 5}
-    assert (len(few.val), len(few.test)) == (100, 100)
-    assert all(labels[few.train.source[i][0, 0]] == label for i, label in enumerate(few.train.labels))
-    assert demo.capped(splits, 50).train.labels == few.train.labels
-    assert demo.capped(splits, 100) is splits
 
 
 def test_the_share_of_the_most_frequent_class_is_shown(done):
@@ -162,7 +185,8 @@ def test_without_matplotlib_nothing_is_trained(monkeypatch, tmp_path):
 def test_names_are_no_markup(done, tmp_path):
     _, _, found = done
     answers = [Answer(Image.new("L", (8, 8)), "<b>said</b>", 0.5, "<i>true</i>")]
-    shown = {data: replace(one, answers=answers, about="<s>about</s>") for data, one in found.shown.items()}
+    given = {"answers": answers, "worst": [demo_page.Mistake(answers[0], 1, 2)], "about": "<s>about</s>"}
+    shown = {data: replace(one, **given) for data, one in found.shown.items()}
     demo_page.write(replace(found, backbone="<u>net</u>", shown=shown), tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert "&lt;b&gt;said" in page

@@ -14,7 +14,15 @@ from records import record, write
 from bitgraft.errors import DataError
 from bitgraft.paper.report.records import Suite, as_lines, read_records, read_suites
 from bitgraft.paper.report.render import Table
-from bitgraft.paper.report.results import Results, accuracy, gather, published_table, published_tables, stat
+from bitgraft.paper.report.results import (
+    Results,
+    accuracy,
+    gather,
+    published_table,
+    published_tables,
+    spelled_out,
+    stat,
+)
 from bitgraft.paper.report.tables import (
     ablation_table,
     accuracy_table,
@@ -260,7 +268,7 @@ def test_on_the_backbones_own_data_every_row_has_its_accuracy(tmp_path: Path) ->
     suite = {"name": "mini", "form": "accuracy", "datasets": [{"name": "imagenet", "title": "ImageNet"}]}
     one = results(tmp_path, *OWN, *runs, suite={**suite, "rows": [{"row": "never"}]})
     table = accuracy_table(one)
-    assert table.headings == ("never", "Adapters-joint", "Finetune", "Full", "Packnet")
+    assert table.headings == ("never", "Adapters-joint", "Fine-tuning", "Full", "Packnet")
     assert texts(table) == {
         "ImageNet": ["–", "–", "76.2", "76.2", "76.2"],
         "cubs": ["–", *["81.0 ± 1.0"] * 4],
@@ -276,7 +284,13 @@ def test_on_the_backbones_own_data_every_row_has_its_accuracy(tmp_path: Path) ->
     mean = one.rows["full"].total(one.datasets, accuracy, statistics.fmean)
     assert (mean.mean, mean.n) == (pytest.approx((76.2 + 81) / 2), 3)
     assert mean.sd == pytest.approx(0.5)
-    assert [line.title for line in cost_table(one).lines] == ["never", "Adapters-joint", "Finetune", "Full", "Packnet"]
+    assert [line.title for line in cost_table(one).lines] == [
+        "never",
+        "Adapters-joint",
+        "Fine-tuning",
+        "Full",
+        "Packnet",
+    ]
 
 
 def test_a_joint_row_that_trained_on_the_backbones_data_has_its_own_accuracy(tmp_path: Path) -> None:
@@ -352,7 +366,7 @@ def test_published_columns_stand_beside_ours(tmp_path: Path) -> None:
         True,
     )
     assert table.headings[0] == "Full"
-    assert table.headings[-2:] == ("Full (paper)", "Individual (paper)")
+    assert table.headings[-2:] == ("Full (paper)", "Fine-tuning (paper)")
     assert texts(table)["cubs"][-2:] == ["82.4", "82.8"]
     assert texts(table)["mine"][-2:] == ["–", "–"]
     assert texts(table)["# Params"][-2:] == ["1.17", "6"]
@@ -366,11 +380,11 @@ def all_domains(test: float = 0.9) -> list[dict[str, Any]]:
 def test_decathlon_tables_have_the_papers_columns_and_its_printed_wholes(tmp_path: Path) -> None:
     one = results(tmp_path, *all_domains())
     table = decathlon_table(one, True)
-    assert table.headings == ("Params", *domain_titles().values(), "Mean")
+    assert table.headings == ("Params", *map(spelled_out, domain_titles().values()), "Mean")
     assert texts(table)["Full"] == ["2.00", *["90.0"] * 10, "90.0"]
-    assert texts(table)["Ours (F) (paper)"][-2:] == ["48.6", "77.2"]
+    assert texts(table)["Full (paper)"][-2:] == ["48.6", "77.2"]
     scores = score_table(one, challenge_baselines(), True)
-    assert texts(scores)["PB (paper)"][-1] == "2838"  # as printed, though its cells add up to 2837
+    assert texts(scores)["Piggyback (paper)"][-1] == "2838"  # as printed, though its cells add up to 2837
     expected = [decathlon_score(10, error) for error in challenge_baselines().errors.values()]
     assert texts(scores)["Full"][1:] == [f"{value:.0f}" for value in [*expected, sum(expected)]]
     assert not any("not to be compared" in note for note in scores.notes)
@@ -380,7 +394,7 @@ def test_on_a_subset_the_total_is_over_what_is_there_and_says_so(tmp_path: Path)
     one = results(tmp_path, *all_domains()[:3])
     scores = score_table(one, challenge_baselines(), True)
     assert any("over 3 data sets" in note and "not to be compared" in note for note in scores.notes)
-    assert texts(scores)["Ours (F) (paper)"][1:] == ["262", "164", "246", str(262 + 164 + 246)]
+    assert texts(scores)["Full (paper)"][1:] == ["262", "164", "246", str(262 + 164 + 246)]
 
 
 def test_score_over_seeds_is_the_mean_of_scores(tmp_path: Path) -> None:
@@ -398,7 +412,7 @@ def test_a_row_can_be_the_baseline(tmp_path: Path) -> None:
     one = results(tmp_path, record("finetune", test=0.9), record("full", test=0.95), record("bare", test=None))
     baselines = baselines_of(one, "finetune")
     assert baselines.errors == {"gtsrb": pytest.approx(10)}
-    assert texts(score_table(one, baselines))["Finetune"][-1] == "250"
+    assert texts(score_table(one, baselines))["Fine-tuning"][-1] == "250"
     with pytest.raises(DataError, match="bare cannot be the baseline: it has no result, or no errors, on gtsrb"):
         baselines_of(one, "bare")
     with pytest.raises(DataError, match="neither a row of mini nor a file"):
@@ -414,9 +428,9 @@ def test_a_suites_own_baseline_is_used_without_asking(tmp_path: Path) -> None:
     ]
     one = results(tmp_path, *rows, suite=SUITE)
     _, scores, _ = tables(one)
-    assert texts(scores)["Finetune"][1:] == ["250", "250", "500"]
+    assert texts(scores)["Fine-tuning"][1:] == ["250", "250", "500"]
     assert texts(scores)["Full"][1:] == [f"{decathlon_score(5, 10):.0f}", "250", f"{decathlon_score(5, 10) + 250:.0f}"]
-    assert scores.notes[0].startswith("S is measured against Finetune in this table")
+    assert scores.notes[0].startswith("S is measured against Fine-tuning in this table")
     _, challenge, _ = tables(results(tmp_path / "b", *rows, suite={**SUITE, "baseline": None}))
     assert challenge.notes[0].startswith("S is measured against the challenge's baselines")
 
@@ -452,7 +466,7 @@ def test_number_of_seeds_is_in_the_caption_or_where_it_differs_in_the_cell(tmp_p
 
 def test_seeds_with_other_settings_are_pointed_out(tmp_path: Path) -> None:
     one = results(tmp_path, record(), record(seed=1, config={"epochs": 4, "seed": 1}))
-    assert "Seeds of one cell were run with different settings: Full on GTSR." in decathlon_table(one).notes
+    assert "Seeds of one cell were run with different settings: Full on Traffic signs." in decathlon_table(one).notes
 
 
 def test_ablation_says_what_is_learned(tmp_path: Path) -> None:
@@ -488,7 +502,7 @@ def test_cost_is_relative_to_finetuning_on_the_same_data_sets(tmp_path: Path) ->
         run("dan", "dtd", 60, 4e6),
     )
     assert texts(cost_table(one)) == {
-        "Finetune": ["50.00", "1.00", "3", "1.00"],
+        "Fine-tuning": ["50.00", "1.00", "3", "1.00"],
         "Full": ["40.00", "1.00", "3", "1.50"],  # twice and half as long
         "Dan": ["120.00", "1.50", "4", "1.00"],
     }
@@ -499,12 +513,12 @@ def test_the_processors_time_is_shown_where_it_was_recorded(tmp_path: Path) -> N
     table = cost_table(results(tmp_path, *runs))
     assert table.headings[2:4] == ("processor ms", "relative processor time")
     assert {title: cells[2:4] for title, cells in texts(table).items()} == {
-        "Finetune": ["10.00", "1.00"],
+        "Fine-tuning": ["10.00", "1.00"],
         "Full": ["12.00", "1.20"],
         "Dan": ["–", "–"],
     }
     assert len(set(table.headings)) == len(table.headings)
-    assert "Relative to Finetune: the geometric mean over the data sets that both rows have." in table.notes
+    assert "Relative to Fine-tuning: the geometric mean over the data sets that both rows have." in table.notes
 
 
 def test_cost_without_finetuning_or_from_several_machines_says_so(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ class Reader(HTMLParser):
 
 def test_html() -> None:
     reader = Reader()
-    reader.feed(from_template("report.html", title="title", tables=[table()], figures={}, origin="origin"))
+    reader.feed(from_template("report.html", title="title", tables=[table()], drawings=[], origin="origin"))
     assert reader.open == []
     assert reader.cells == ["Method", "Params", "GTSR", "Full", "1.17", "80.0 ± 1.3", "Simple", "–", "79.0"]
     assert {"b", "u", "caption", "ul"} <= reader.seen
@@ -143,7 +143,9 @@ def test_html() -> None:
 def test_names_cannot_break_a_format() -> None:
     odd = table(title=NASTY, heading=NASTY)
     reader = Reader()
-    reader.feed(from_template("report.html", title=NASTY, tables=[odd], figures={NASTY: NASTY}, origin=NASTY))
+    reader.feed(
+        from_template("report.html", title=NASTY, tables=[odd], drawings=[("<svg></svg>", NASTY)], origin=NASTY)
+    )
     assert reader.cells.count(NASTY) == 2
     assert "script" not in reader.seen
     bars = [line for line in markdown(odd).splitlines() if line.startswith("|")]
@@ -207,10 +209,11 @@ def test_the_command_writes_every_format(tmp_path: Path, report) -> None:
     reader = Reader()
     reader.feed(page)
     assert reader.open == []
-    assert 'src="mini-params.png"' in page
+    assert page.count("<svg ") == 2  # the figures are inside, in the page's own colours
+    assert not re.search(r"src=|href=\"http", page)
     text = (tmp_path / "out" / "report.md").read_text()
     assert "**60.5** ± 0.7" in text
-    assert "Ours (F) (paper)" in text
+    assert "Full (paper)" in text
     assert "![mini, net: decathlon score S against parameters](mini-params.png)" in text
     assert (tmp_path / "out" / "report.tex").read_text().count(r"\begin{tabular}") == 3
 
@@ -225,7 +228,7 @@ def test_json_holds_the_numbers(tmp_path: Path, report) -> None:
     full = {one["title"]: one["cells"] for one in accuracies["rows"]}["Full"]
     assert full[-1]["value"] == pytest.approx(60.5)
     assert (full[-1]["n"], full[-1]["mark"]) == (2, "best")
-    base = {one["title"]: one["cells"] for one in scores["rows"]}["Finetune"]
+    base = {one["title"]: one["cells"] for one in scores["rows"]}["Fine-tuning"]
     assert base[1]["value"] == pytest.approx(250, abs=1)  # the mean of S over seeds, not S of the mean
     assert all(Path(file).is_file() for file in told["files"])
     assert {Path(file).parent for file in told["files"]} == {tmp_path / "runs" / "report"}

@@ -41,10 +41,12 @@ def tasks(store: StoreFolder = STORE, as_json: AsJson = False) -> None:
             if found.backbone != opened.fingerprint:
                 raise WrongBackboneError(f"{opened.path(name)} belongs to another backbone, {found.backbone[:12]}")
             row = found.listed(name, opened.size.weights)
+            row["copy_bytes"] = opened.size.copy_bytes(found.bytes["head"])
             rows.append({**row, "leans_on": list(found.metadata.depends_on)})
         except BitgraftError as fault:
             rows.append({"name": name, "bytes": size, "error": str(fault)})
     whole, together = 4 * opened.size.parameters, sum(row["bytes"] for row in rows)
+    separate = whole + sum(row.get("copy_bytes", whole) for row in rows)
     report = {
         "store": str(opened.folder),
         "backbone": opened.backbone.name,
@@ -54,7 +56,7 @@ def tasks(store: StoreFolder = STORE, as_json: AsJson = False) -> None:
         "tasks": rows,
         "tasks_bytes": together,
         "total_bytes": whole + together,
-        "separate_bytes": whole * (1 + len(rows)),
+        "separate_bytes": separate,
     }
     files = "1 task file" if len(rows) == 1 else f"{len(rows)} task files"
     parts: list[Any] = [f"{store}: {files} for {opened.backbone.name}"]
@@ -62,10 +64,9 @@ def tasks(store: StoreFolder = STORE, as_json: AsJson = False) -> None:
         parts.append(table(["task", "method", "classes>", "accuracy>", "size>", "bits per weight>"], map(_cells, rows)))
         if broken := [f"{row['name']} is broken: {row['error']}" for row in rows if "error" in row]:
             parts.append("\n".join(broken))
-        shared, separate = megabytes(whole + together), megabytes(whole * (1 + len(rows)))
         parts.append(
-            f"The backbone ({megabytes(whole)}) and {files} take {shared}; {len(rows) + 1} separate networks, "
-            f"including the backbone's own, would take {separate}."
+            f"The backbone ({megabytes(whole)}) and {files} take {megabytes(whole + together)}; {len(rows) + 1} "
+            f"separate networks, including the backbone's own, would take {megabytes(separate)}."
         )
     show(as_json, report, *parts)
 

@@ -17,6 +17,7 @@ from bitgraft.cli.options import STORE
 from bitgraft.cli.output import INTERRUPTED, megabytes, percent, show
 from bitgraft.cli.output import console as make_console
 from bitgraft.errors import BitgraftError, StoppedError, TrainingError
+from bitgraft.format.inspect import inspect_file
 from bitgraft.methods import registry
 from bitgraft.store import Backbone, Store
 from bitgraft.training import runs
@@ -132,10 +133,10 @@ def _report(console: Console, store: Store, run_folder: Path, results: list[Trai
             console.print(said)
         if result.test is not None:
             console.print(f"test accuracy{of} {percent(result.test['accuracy'])}")
-    whole = megabytes(4 * store.size.parameters)
     for result in results:
-        size = megabytes(result.path.stat().st_size)
-        console.print(f"wrote {result.path}, {size} (a copy of the network is {whole})")
+        found = inspect_file(result.path)
+        size, copy = megabytes(found.size), megabytes(store.size.copy_bytes(found.bytes["head"]))
+        console.print(f"wrote {result.path}, {size} (a copy of the network is {copy})")
     where = "" if store.folder == Path(STORE) else f" --store {store.folder}"
     console.print(f"next: bitgraft predict IMAGE --task {results[0].task.name}{where}")
 

@@ -3,23 +3,18 @@
 import base64
 import io
 import os
-import re
 from dataclasses import dataclass
-from html import escape
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
 
 from bitgraft.backbone.files import write_atomically
 from bitgraft.format.inspect import Inspection
-from bitgraft.paper.figures import learning_curves, parameter_analysis, rendered
+from bitgraft.paper.figures import Records, as_svg, draw, draw_curves, draw_k, draw_ones, learned_k
 from bitgraft.paper.report.render import Cell, Line, Table, from_template
 from bitgraft.training.progress import spelled
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 THUMBNAIL = 128  # pixels
 
@@ -33,9 +28,11 @@ class Row:
     accuracy: float
     kilobytes: float
     bits_per_weight: float
+    copy_megabytes: float
+    """Of a whole network with this task's head."""
     images_per_second: float
     """In training."""
-    history: list[dict[str, Any]]
+    curve: Records
     inspection: Inspection
 
 
@@ -62,6 +59,16 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Mistake:
+    """Two classes that are confused often, and one such image."""
+
+    example: Answer
+    times: int
+    of: int
+    """Held-out images of the true class."""
+
+
+@dataclass(frozen=True)
 class Shown:
     """A data set, and a reloaded task's predictions for some of its images."""
 
@@ -72,6 +79,7 @@ class Shown:
     """The share of the most frequent class in the held-out images."""
     task: str
     answers: list[Answer]
+    worst: list[Mistake]
     same: bool
     """Whether the reloaded task gives the same scores as the trained one, bit for bit."""
 
@@ -79,7 +87,6 @@ class Shown:
 @dataclass(frozen=True)
 class Findings:
     backbone: str
-    megabytes: float
     budget: str
     rows: list[Row]
     shown: dict[str, Shown]
@@ -90,15 +97,21 @@ class Findings:
 
 
 def write(found: Findings, path: Path) -> None:
-    curves, analyses = [], []
+    curves: list[str] = []
+    analyses: list[str] = []
     for data in found.shown:
         rows = [row for row in found.rows if row.data == data]
-        runs = {row.method: row.history for row in rows}
-        curves.append(as_svg(learning_curves(runs, data), f"loss and accuracy by epoch on {data}"))
-        tasks = [row.inspection for row in rows]
-        names = {task.backbone: data for task in tasks}
-        analyses.append(as_svg(parameter_analysis(tasks, names), f"share of ones and k by layer, {data}"))
-    about = {"time": spelled(found.seconds), "cores": os.cpu_count(), "torch": torch.__version__}
+        runs = {row.method: row.curve for row in rows}
+        for what in ("loss", "accuracy"):
+            panel = partial(draw_curves, runs=runs, quantity=what, title=f"{data}: {what}")
+            curves.append(as_svg(draw([[panel]]), f"{what} by training step on {data}"))
+        masked = [row.inspection for row in rows if row.inspection.weights]
+        ones = partial(draw_ones, tasks=masked, title=f"{data}: share of ones")
+        analyses.append(as_svg(draw([[ones]]), f"share of ones by layer, {data}"))
+        for task in filter(learned_k, masked):
+            analyses.append(as_svg(draw([[partial(draw_k, task=task)]]), f"k by layer, {data}"))
+    best = max((row for row in found.rows if row.method == "full"), key=lambda row: row.accuracy)
+    about = {"time": spelled(found.seconds), "cores": os.cpu_count(), "torch": torch.__version__, "best": best}
     table = results_table(found)
     page = from_template("demo.html", found=found, table=table, curves=curves, analyses=analyses, **about)
     write_atomically(path, page.encode())
@@ -112,23 +125,15 @@ def results_table(found: Findings) -> Table:
             Cell(row.method),
             Cell(f"{100 * row.accuracy:.1f} %", mark="best" if row.accuracy == best[row.data] else None),
             Cell(f"{row.kilobytes:,.0f} kB"),
-            Cell(f"{found.megabytes:.1f} MB"),
+            Cell(f"{row.copy_megabytes:.1f} MB"),
             Cell(f"{row.bits_per_weight:.2f}"),
             Cell(f"{row.images_per_second:.0f}"),
         )
-        lines.append(Line(row.data, cells))
-    headings = ("method", "accuracy", "task file", "copy of the network", "bits per weight", "images/s in training")
+        lines.append(Line(row.data, cells, row.method == "full"))
+    headings = ("method", "accuracy", "task file", "separate copy", "bits per weight", "images/s in training")
     notes = tuple(
         f"{data}: {shown.about}, {shown.images[0]:,} images to train on and {shown.images[2]:,} held out, of which the "
         f"most frequent class is {100 * shown.majority:.0f} %"
         for data, shown in found.shown.items()
     )
     return Table("results", "Accuracy on held-out images", "data", headings, tuple(lines), notes)
-
-
-def as_svg(figure: "Figure", description: str) -> str:
-    """A figure as SVG in the colour of the page's text."""
-    svg = rendered(figure, "svg", transparent=True).decode()
-    svg = svg[svg.index("<svg") :].replace("#000000", "currentColor")
-    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # several figures on one page would repeat them
-    return re.sub(r"<svg [^>]*?(?=viewBox)", f'<svg role="img" aria-label="{escape(description)}" ', svg, count=1)

@@ -4,9 +4,11 @@ matplotlib is imported when something is drawn, and its global state (pyplot, th
 """
 
 import io
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from html import escape
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 FORMATS = (".png", ".svg", ".pdf")
 COLOURS = ["#2f7ed8", "#e0702b", "#2ca27b", "#c4519e", "#8f6bd6", "#b08a1e", "#d64550", "#5b8c8c", "#7d8a2e", "#4a4fb0"]
 """Told apart by the colour-blind, and visible on white and on black."""
+OURS = "full"
+"""The method that figures highlight."""
 DASHES = ("-", "--", ":", "-.")
 DPI = 150
 STYLE = Path(__file__).with_suffix(".mplstyle")
@@ -30,7 +34,7 @@ UNDATED = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDa
 
 Panel = Callable[["Axes"], None]
 Records = Sequence[Mapping[str, Any]]
-"""One for each epoch, as `fit` returns them in `history` and writes them to metrics.jsonl."""
+"""One per epoch, as in `history` of what `fit` returns; or several, each with the `step` that it is of."""
 
 
 @contextmanager
@@ -84,6 +88,14 @@ def rendered(figure: "Figure", kind: str, *, transparent: bool = False) -> bytes
     return buffer.getvalue()
 
 
+def as_svg(figure: "Figure", description: str) -> str:
+    """A figure as SVG in the colour of the page's text."""
+    svg = rendered(figure, "svg", transparent=True).decode()
+    svg = svg[svg.index("<svg") :].replace("#000000", "currentColor")
+    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # several figures on one page would repeat them
+    return re.sub(r"<svg [^>]*?(?=viewBox)", f'<svg role="img" aria-label="{escape(description)}" ', svg, count=1)
+
+
 def learning_curves(runs: Mapping[str, Records], title: str = "") -> "Figure":
     """Loss and accuracy by epoch, one colour per run: on validation images, and dotted on training images."""
     return draw([[partial(draw_curves, runs=runs, quantity=what) for what in ("loss", "accuracy")]], title)
@@ -92,20 +104,19 @@ def learning_curves(runs: Mapping[str, Records], title: str = "") -> "Figure":
 def draw_curves(
     axes: "Axes", runs: Mapping[str, Records], quantity: Literal["loss", "accuracy"], title: str = ""
 ) -> None:
-    """One quantity by epoch; a run without validation has its dotted line alone."""
+    """One quantity by epoch, or by step; a run without validation has its dotted line alone."""
     factor = 100 if quantity == "accuracy" else 1
-    for number, ((name, records), colour) in enumerate(zip(runs.items(), cycle(COLOURS), strict=False)):
-        broad = 1.5 + 4 * (1 - number / len(runs)) ** 2  # the first is the broadest: lines that coincide are seen
-        for part, style, width in (("val", "-", broad), ("train", ":", 1.5)):
+    unit = "step" if any("step" in record for records in runs.values() for record in records) else "epoch"
+    for (name, records), colour in zip(runs.items(), cycle(COLOURS), strict=False):
+        for part, style, width in (("val", "o-", 2.5 if name == OURS else 1.5), ("train", ":", 1)):
             key = f"{part}_{quantity}"
-            points = [(record["epoch"], factor * record[key]) for record in records if key in record]
-            (line,) = axes.plot([x for x, _ in points], [y for _, y in points], f"o{style}", color=colour)
-            line.set(linewidth=width, markersize=3 + width / 2)
+            points = [(record[unit], factor * record[key]) for record in records if key in record]
+            axes.plot([x for x, _ in points], [y for _, y in points], style, color=colour, linewidth=width)
         axes.plot([], [], color=colour, label=name)
     axes.plot([], [], ":", color="grey", label="on training images")
-    axes.set(xlabel="epoch", title=title or quantity, ylabel="%" if quantity == "accuracy" else "cross entropy")
+    axes.set(xlabel=unit, title=title or quantity, ylabel="%" if quantity == "accuracy" else "cross entropy")
     axes.locator_params(axis="x", integer=True)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=4, fontsize="small")  # curves may go anywhere
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, fontsize="small")  # curves may go anywhere
 
 
 def parameter_analysis(found: Sequence["Inspection"], backbones: Mapping[str, str] | None = None) -> "Figure":

@@ -219,7 +219,7 @@ class Engine(Service):
             "tasks": rows,
             "broken": [{"name": name, "error": text} for name, text in errors.items()],
             "bytes": sum(row["bytes"] for row in rows),
-            "separate_bytes": 4 * library.store.size.parameters * len(rows),
+            "separate_bytes": sum(row.get("copy_bytes", row["bytes"]) for row in rows),
         }
 
     def _row(self, entry: Entry) -> dict[str, Any]:

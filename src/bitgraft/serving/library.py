@@ -190,7 +190,8 @@ class Library:
             for layer in found.layers
         ]
         version = {"version": xxhash.xxh3_64_hexdigest(read_whole(path)), "density": found.density}
-        about = found.listed(name, self.store.size.weights) | version
+        copy = {"copy_bytes": self.store.size.copy_bytes(found.bytes["head"])}
+        about = found.listed(name, self.store.size.weights) | version | copy
         return Entry(name, inner, task.classes, preprocessing_of(self.net, inner), about, tuple(layers), share)
 
     def _report(self, errors: dict[str, str]) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MARKERS = "osD^vPX<>*"
+ACCENT, PLAIN, PAPER = COLOURS[1], COLOURS[0], "#8a8f98"
 TICKS = (1, 1.1, 1.2, 1.5, 2, 3, 4, 6, 10, 20, 50, 100)
 GAP = 14.0  # from a marker to its label, in points
 OWN = {"imagenet", "imagenet12"}
@@ -27,6 +28,11 @@ class Point(NamedTuple):
     params: float
     value: Stat
     paper: bool = False
+    ours: bool = False
+
+    @property
+    def colour(self) -> str:
+        return ACCENT if self.ours else PAPER if self.paper else PLAIN
 
 
 def by_method(results: Results) -> "Figure | None":
@@ -55,7 +61,11 @@ def _draw_methods(axes: "Axes", results: Results, rows: Sequence[Row]) -> None:
     if drawn := [(mean.mean, y) for y, mean in means if mean]:
         x, y = zip(*drawn, strict=True)
         axes.scatter(x, y, marker="|", s=220, color="black", label="mean")
-    axes.set_yticks(range(len(rows)), [row.title for row in rows])
+    ticks = axes.set_yticks(range(len(rows)), [row.title for row in rows])
+    for y, row in enumerate(rows):
+        if row.ours:
+            axes.axhspan(y - 0.5, y + 0.5, color=ACCENT, alpha=0.12, linewidth=0)
+            ticks[y].label1.set(fontweight="bold", color=ACCENT)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel(f"{'validation' if results.validation else 'test'} accuracy, %")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
@@ -72,8 +82,8 @@ def points(results: Results, published: bool, baselines: Baselines | None) -> li
     for row in rows:
         value, params = row.total(results.datasets, measure, combine), row.parameters(results.datasets)
         if value is not None and params is not None:
-            theirs = not isinstance(row, Row)
-            found.append(Point(f"{row.title} (paper)" if theirs else row.title, float(params), value, theirs))
+            theirs, ours = not isinstance(row, Row), isinstance(row, Row) and row.ours
+            found.append(Point(f"{row.title} (paper)" if theirs else row.title, float(params), value, theirs, ours))
     return found
 
 
@@ -92,7 +102,8 @@ def _draw_points(axes: "Axes", points: Sequence[Point], label: str) -> None:
             point.value.mean,
             yerr=point.value.sd,
             fmt="s" if point.paper else "o",
-            color=COLOURS[1] if point.paper else COLOURS[0],
+            color=point.colour,
+            markersize=9 if point.ours else 6,
             markerfacecolor="white" if point.paper else None,
             capsize=3,
             zorder=3,
@@ -131,6 +142,7 @@ def _label_points(axes: "Axes", points: Sequence[Point], dot: float) -> None:
             textcoords="offset points",
             va="center",
             fontsize=8.5,
-            color=COLOURS[1] if point.paper else "black",
+            color=point.colour if point.ours or point.paper else "black",
+            fontweight="bold" if point.ours else "normal",
             arrowprops=line,
         )

@@ -37,6 +37,8 @@ class Cell:
 class Line:
     title: str
     cells: tuple[Cell, ...]
+    ours: bool = False
+    """Of the method `full`, which pages highlight."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """Records gathered into grids of rows by data sets, the numbers in their cells, and the paper's tables beside them."""
 
+import re
 import statistics
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -9,15 +11,48 @@ from pathlib import Path
 from typing import Any
 
 from bitgraft.errors import BitgraftError
+from bitgraft.paper.figures import OURS
 from bitgraft.paper.report.records import ORIGINAL, Form, Record, Suite
 from bitgraft.paper.scores import domain_titles
 
 REFERENCES = ("classifier", "finetune")
 """Shown for comparison but not ranked, as in the paper: the least and the most that a task can cost."""
+SPELLED = {
+    "Feature": "Linear probe",
+    "Classifier Only": "Linear probe",
+    "Finetune": "Fine-tuning",
+    "Individual": "Fine-tuning",
+    "RA": "Residual adapters",
+    "DAN": "Deep adaptation networks",
+    "PB": "Piggyback",
+    "PB-BN": "Piggyback with own norms",
+    "Ours (S)": "Simple",
+    "Ours (F)": "Full",
+    "ImNet": "ImageNet",
+    "Airc.": "Aircraft",
+    "C100": "CIFAR-100",
+    "DPed": "Pedestrians",
+    "DTD": "Textures",
+    "GTSR": "Traffic signs",
+    "Flwr.": "Flowers",
+    "OGlt": "Characters",
+    "Sketch": "Sketches",
+    "SVHN": "House numbers",
+    "UCF": "Actions",
+}
+"""What the paper's tables, and so ours, shorten."""
 Measure = Callable[[str, float], float]
 """From a data set and an accuracy in per cent to what a table shows."""
 Combine = Callable[[Iterable[float]], float]
 """Mean or sum."""
+
+
+def spelled_out(title: str) -> str:
+    """A row's or a data set's title in full."""
+    if title in SPELLED:
+        return SPELLED[title]
+    first, mark, rest = re.match(r"(.*?)( |-|, |$)(.*)", title).groups()  # type: ignore[union-attr]
+    return f"{SPELLED[first]}{', ' if mark == '-' else mark}{rest}" if first in SPELLED else title
 
 
 @dataclass(frozen=True)
@@ -65,6 +100,11 @@ class Row:
     def joint(self) -> bool:
         """Whether the backbone was trained, too: it is another one then."""
         return any(run.joint for run in self.runs)
+
+    @property
+    def ours(self) -> bool:
+        """Whether pages and figures highlight it."""
+        return any(run.row == OURS for run in self.runs)
 
     @property
     def ranked(self) -> bool:
@@ -204,13 +244,17 @@ def _grid(suite: Suite, backbone: str, records: list[Record], selected: bool, va
     form = suite.form or ("decathlon" if found | set(titles) <= set(domain_titles()) else "accuracy")
     if form == "decathlon" and not suite.datasets:
         titles = {name: title for name, title in domain_titles().items() if name in found}
-    datasets = {**titles, **{name: name for name in sorted(found - set(titles))}}
+    datasets = {name: spelled_out(title) for name, title in titles.items()}
+    datasets |= {name: name for name in sorted(found - set(titles))}
     own = {record.dataset: record for record in records if record.row == ORIGINAL}
     trained = sorted((r for r in records if r.row != ORIGINAL), key=lambda r: (r.row, r.seed)) or records
     names = {one.row: one.title or one.row for one in suite.rows}
     names |= {record.row: record.title or record.row for record in trained if record.row not in names}
+    names = {row: spelled_out(title) for row, title in names.items()}
+    taken = Counter(names.values())
     rows = {}
     for row, title in names.items():
+        title = f"{title} ({row})" if taken[title] > 1 else title
         runs = {name: [run for run in trained if (run.row, run.dataset) == (row, name)] for name in datasets}
         rows[row] = Row(title, runs, own, selected, validation)
     return Results(suite, form, backbone, rows, datasets, selected, validation)
@@ -238,7 +282,9 @@ def published_tables() -> tuple[PublishedTable, ...]:
 
 
 def _table(datasets: list[str], rows: list[dict[str, Any]], **about: str) -> PublishedTable:
-    made = [PublishedRow(**{**row, "values": dict(zip(datasets, row["values"], strict=True))}) for row in rows]
+    for row in rows:
+        row |= {"title": spelled_out(row["title"]), "values": dict(zip(datasets, row["values"], strict=True))}
+    made = [PublishedRow(**row) for row in rows]
     return PublishedTable(**about, datasets=tuple(datasets), rows=tuple(made))
 
 

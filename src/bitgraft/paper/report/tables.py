@@ -113,7 +113,7 @@ def cost_table(results: Results) -> Table:
             relative = geometric_mean(ratios) if ratios and min(ratios) > 0 else None
             lines[name] += [number(fmean(held.values()) if held else None, decimals), number(relative, 2)]
     said = cost_notes([run for row in results.rows.values() for run in row.runs], base.title if base else None)
-    rows = tuple(Line(results.rows[name].title, tuple(cells)) for name, cells in lines.items())
+    rows = tuple(Line(row.title, tuple(lines[name]), row.ours) for name, row in results.rows.items())
     return Table("cost", f"{results.name}: cost of training", "Method", tuple(headings), rows, tuple(said))
 
 
@@ -140,7 +140,8 @@ def _table(
             shown = [float(cell.text) if yes else None for cell, yes in zip(made, compared, strict=True)]
             made = [replace(cell, mark=mark) for cell, mark in zip(made, marks(shown), strict=True)]
         cells.append(made)
-    lines = tuple(Line(title, row) for title, row in zip(titles, zip(*cells, strict=True), strict=True))
+    ours = [isinstance(row, Row) and row.ours for row in rows]
+    lines = tuple(Line(*parts) for parts in zip(titles, zip(*cells, strict=True), ours, strict=True))
     headings = tuple(column.heading for column in columns)
     return Table(name, caption(results, what), "Method", headings, lines, tuple(notes(results, paper)))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bitgraft.backbone.files import write_atomically
-from bitgraft.paper.figures import rendered
+from bitgraft.paper.figures import as_svg, rendered
 from bitgraft.paper.report import figures
 from bitgraft.paper.report.records import LINES, as_lines, holds_record_files, read_records, read_suites
 from bitgraft.paper.report.render import Table, comma_separated, from_template, latex_page, markdown_page
@@ -49,6 +49,7 @@ def write_report(
     can_draw = find_spec("matplotlib") is not None
     made: list[Table] = []
     captions: dict[str, str] = {}
+    drawings: list[tuple[str, str]] = []
     files: dict[str, bytes] = {}
     for grid in grids:
         several = sum(other.suite.name == grid.suite.name for other in grids) > 1
@@ -56,13 +57,14 @@ def write_report(
         made += [replace(table, name=f"{stem}-{table.name}") for table in tables(grid, published, baseline)]
         for name, caption, plot in _figures(grid, published, baseline) if can_draw else ():
             captions[f"{stem}-{name}.png"], files[f"{stem}-{name}.png"] = caption, rendered(plot, "png")
+            drawings.append((as_svg(plot, caption), caption))
     title = ", ".join(dict.fromkeys(grid.suite.title or grid.suite.name for grid in grids))
     where = circumstances(records)
     origin = f"From {len(records)} records, {LINES}" + (f" ({where})." if where else ".")
     texts = {
         "report.md": markdown_page(title, made, captions, origin),
         "report.tex": latex_page(made),
-        "report.html": from_template("report.html", title=title, tables=made, figures=captions, origin=origin),
+        "report.html": from_template("report.html", title=title, tables=made, drawings=drawings, origin=origin),
         **{f"{table.name}.csv": comma_separated(table) for table in made},
         LINES: as_lines(records, suites),
     }
