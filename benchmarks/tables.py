@@ -1,4 +1,4 @@
-"""`python -m benchmarks.tables`: puts what `make bench` wrote into docs/performance.md and README.md, between marks.
+"""`python -m benchmarks.tables`: puts what `make bench` wrote into docs/performance.md, between marks.
 
 Tables stand between `<!-- bench:rows -->` or `<!-- bench:NAME -->` (NAME a table of growth) and `<!-- /bench -->`.
 """
@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-FILES = ("docs/performance.md", "README.md")
+FILES = ("docs/performance.md",)
 RESULTS = Path("benchmarks/results.json")
 
 
@@ -20,7 +20,7 @@ def rows(results: dict[str, Any]) -> str:
         limit = f"{row['limit']:g}" if row["limit"] is not None else ""
         middle = f" ({low:.2f} to {high:.2f})" if row["rounds"] > 1 else ""
         lines.append(f"| {row['what']} | {row['against']} | {limit} | {row['median']:.3f}{middle} | {verdict} |")
-    stated = f"`make bench` on {results['machine']}, torch {results['torch']}, {results['date']}; times the other side."
+    stated = f"`make bench` on {results['machine']}, torch {results['torch']}, {results['date']}; ratio, ours / baseline."
     return "\n".join([*lines, "", stated])
 
 
