@@ -20,7 +20,7 @@ def rows(results: dict[str, Any]) -> str:
         limit = f"{row['limit']:g}" if row["limit"] is not None else ""
         middle = f" ({low:.2f} to {high:.2f})" if row["rounds"] > 1 else ""
         lines.append(f"| {row['what']} | {row['against']} | {limit} | {row['median']:.3f}{middle} | {verdict} |")
-    stated = f"`make bench` on {results['machine']}, torch {results['torch']}, {results['date']}; ratio, ours / baseline."
+    stated = f"`make bench` on {results['machine']}, torch {results['torch']}, {results['date']}; ours / baseline."
     return "\n".join([*lines, "", stated])
 
 

@@ -8,11 +8,13 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import count
 
+import numpy as np
 import pytest
 from images import NET, SOURCE, photos
 from PIL import Image
 from rich.console import Console
 
+from bitgraft.data.images import Images, Splits
 from bitgraft.errors import FigureError
 from bitgraft.paper import demo, demo_page
 from bitgraft.paper.demo_page import Answer
@@ -37,8 +39,8 @@ def done(tmp_path_factory):
         patch.setattr(demo, "DATA", {"colours": "photos", "hues": "photos"})
         patch.setattr(demo, "ABOUT", {"colours": "squares", "hues": "squares <again>"})
         patch.setattr(demo, "METHODS", METHODS)
-        patch.setattr(demo, "SIZE", {"colours": 16, "hues": 16})
-        patch.setattr(demo, "CONFIG", demo.CONFIG.changed(steps=12, batch=8))
+        patch.setattr(demo, "MOST", 12)
+        patch.setattr(demo, "CONFIG", demo.CONFIG.changed(epochs=4, size=16, resize=18, batch=4))
         patch.setattr(demo, "WINDOW", 2)
         patch.setattr(demo, "write", lambda found, path: kept.append(found) or demo_page.write(found, path))
         said = io.StringIO()
@@ -62,6 +64,22 @@ def test_it_says_what_it_found(done):
         assert len([point for point in row.curve if "train_loss" in point]) == 6
         assert steps == sorted(steps)
         assert [point["step"] for point in row.curve if "val_accuracy" in point] == [3, 6, 9, 12]
+
+
+def test_training_images_are_capped_and_the_others_are_not(done):
+    assert {shown.images for shown in done[2].shown.values()} == {(12, 9, 9)}
+
+
+def test_a_cap_keeps_the_share_of_each_class():
+    labels = [0] * 60 + [1] * 30 + [2] * 10
+    images = Images(np.arange(100, dtype=np.uint8).repeat(4).reshape(100, 2, 2), labels)
+    splits = Splits(name="known", classes=("a", "b", "c"), train=images, val=images, test=images)
+    few = demo.capped(splits, 50)
+    assert Counter(few.train.labels) == {0: 30, 1: 15, 2: 5}
+    assert (len(few.val), len(few.test)) == (100, 100)
+    assert all(labels[few.train.source[i][0, 0]] == label for i, label in enumerate(few.train.labels))
+    assert demo.capped(splits, 50).train.labels == few.train.labels
+    assert demo.capped(splits, 100) is splits
 
 
 def test_a_copy_is_counted_with_the_tasks_own_head(done):
@@ -129,7 +147,7 @@ def test_the_page_is_whole_in_itself(done):
     worst = sum(len(shown.worst) for shown in done[2].shown.values())
     assert outline.tags["img"] == 2 * demo.SHOWN + worst
     assert outline.tags["svg"] == 2 * 4  # loss, accuracy, ones and k, for each data set
-    assert outline.tags["tr"] == 1 + 8
+    assert outline.tags["tr"] == 1 + 7
     assert page.count('class="ours"') == 2
 
 

@@ -24,7 +24,7 @@ app.add_typer(data_app, name="data")
 def demo(
     folder: Annotated[str, Option(metavar="DIR", help="For its store and report.html; made anew each time.")] = "demo",
 ) -> None:
-    """Give a pretrained network two tasks, and compare six methods on one of them.
+    """Give a pretrained network two tasks, and compare five methods on one of them.
 
     Takes less than five minutes on two idle cores and ends with a page, report.html. Needs the packages of
     `pip install '.[demo]'`, in a clone of bitgraft.
