@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+SITE ?= site
 INSTALL := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e
 READY := $(VENV)/.ready
 DEMO := $(VENV)/.demo
@@ -34,11 +35,11 @@ browser: $(READY)
 	$(INSTALL) ".[browser]"
 	$(BIN)/python -m benchmarks.browser $(if $(SHOTS),--shots $(SHOTS))
 
-# The site in site/; anything that mkdocs warns of is an error.
+# The site, in SITE; anything that mkdocs warns of is an error.
 docs:
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt mkdocs-material "mkdocstrings[python]"
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir $(abspath $(SITE))
 
 # An sdist and a wheel in dist/; with TAG=v1.2.3, only if the version is 1.2.3 and the changelog has a section for it.
 dist:

@@ -56,7 +56,7 @@ UNCORRECTED = PAPER.changed(
     statistics="kept",
     head_init=True,
 )
-"""What `quick` was before levelling: the tables of docs/results that have every method were made with it."""
+"""`quick` without mean-shift correction: the tables of docs/results that have every method were made with it."""
 QUICK = UNCORRECTED.changed(rates={"scores": 2e-3, "weights": 2e-3}, mean_shift_correction=True, label_smoothing=0.1)
 
 DEFAULT = QUICK.changed(steps="auto", keep="best", patience=0.5)
