@@ -14,10 +14,10 @@ from bitgraft.errors import FigureError
 from bitgraft.format.inspect import inspect_file
 from bitgraft.paper.figures import (
     draw,
+    draw_curves,
     draw_k,
     draw_ones,
     learned_k,
-    learning_curves,
     parameter_analysis,
     rendered,
     save,
@@ -56,8 +56,12 @@ def panels(figure):
     return {axes.get_title(): axes for axes in figure.axes if axes.axison}
 
 
+def curves(runs):
+    return draw([[lambda axes, what=what: draw_curves(axes, runs, what) for what in ("loss", "accuracy")]])
+
+
 def test_learning_curves_are_the_records():
-    loss, accuracy = learning_curves({"full": RECORDS, "simple": RECORDS[:1]}).axes
+    loss, accuracy = curves({"full": RECORDS, "simple": RECORDS[:1]}).axes
     for axes, wanted in (
         (loss, [[(1, 1.5), (2, 1.25)], [(1, 2.0), (2, 1.0)], [(1, 1.5)], [(1, 2.0)]]),
         (accuracy, [[(1, 50.0), (2, 62.5)], [(1, 25.0), (2, 75.0)], [(1, 50.0)], [(1, 25.0)]]),
@@ -69,7 +73,7 @@ def test_learning_curves_are_the_records():
 
 def test_a_run_without_validation_has_its_training_curve():
     records = [{key: value for key, value in record.items() if not key.startswith("val")} for record in RECORDS]
-    loss, _ = learning_curves({"full": records}).axes
+    loss, _ = curves({"full": records}).axes
     assert [points for points in lines(loss)[1] if points] == [[(1, 2.0), (2, 1.0)]]
 
 
@@ -103,27 +107,11 @@ def test_only_k_that_were_learned_count(method, ks, task_file):
     assert learned_k(inspect_file(task_file(method=method))) == ks
 
 
-def test_tasks_and_backbones_side_by_side(task_file):
-    files = [
-        task_file("cars-full"),
-        task_file("cars-piggyback", "piggyback"),
-        task_file("cubs", "simple"),
-        task_file("cars-full", width=2),
-        task_file("plain", "classifier", width=2),
-    ]
-    found = [inspect_file(file) for file in files]
-    wide = found[3].backbone
-    figure = parameter_analysis(found, {wide: "wrn-10-2"})
-    narrow = f"backbone {found[0].backbone[:8]}"
-    grid = [[axes.get_title() if axes.axison else None for axes in figure.axes[row : row + 2]] for row in (0, 2, 4)]
-    assert grid == [
-        [f"{narrow}: share of ones", "wrn-10-2: share of ones"],
-        [f"{narrow}: k of cars-full", "wrn-10-2: k of cars-full"],
-        [f"{narrow}: k of cubs, simple", None],
-    ]
-    axes = panels(figure)
-    assert list(lines(axes[grid[0][0]])[0]) == ["cars-full", "cars-piggyback", "cubs, simple"]
-    assert axes[grid[1][0]].get_ylim() == axes[grid[2][0]].get_ylim()  # to be compared
+def test_all_masks_in_one_panel_and_k_of_each_task(task_file):
+    files = [task_file("cars-full"), task_file("cars-piggyback", "piggyback"), task_file("cubs", "simple")]
+    figure = parameter_analysis([inspect_file(file) for file in (*files, task_file("plain", "classifier"))])
+    assert [axes.get_title() for axes in figure.axes] == ["share of ones", "k of cars-full", "k of cubs, simple"]
+    assert list(lines(figure.axes[0])[0]) == ["cars-full", "cars-piggyback", "cubs, simple"]
 
 
 def test_what_has_neither_masks_nor_k_is_refused(task_file):
@@ -136,20 +124,20 @@ def test_what_has_neither_masks_nor_k_is_refused(task_file):
 def test_files_are_what_their_ending_says_and_the_same_each_time(ending, begins, tmp_path):
     written = []
     for number in (1, 2):
-        save(learning_curves({"full": RECORDS}), tmp_path / f"{number}.{ending}")
+        save(curves({"full": RECORDS}), tmp_path / f"{number}.{ending}")
         written.append((tmp_path / f"{number}.{ending}").read_bytes())
     assert written[0].startswith(begins)
     assert written[0] == written[1]
 
 
 def test_text_in_svg_stays_text():
-    assert b"on training images</text>" in rendered(learning_curves({"full": RECORDS}), "svg")
+    assert b"on training images</text>" in rendered(curves({"full": RECORDS}), "svg")
 
 
 def test_matplotlib_is_loaded_late_and_its_global_state_stays():
     code = (
         "import sys, bitgraft.paper.figures as figures; before = 'matplotlib' in sys.modules; "
-        "figures.check_installed(); figure = figures.learning_curves({'full': []}); "
+        "figures.check_installed(); figure = figures.draw([[lambda axes: axes.plot([1])]]); "
         "figures.rendered(figure, 'png'); import matplotlib; "
         "print(before, 'matplotlib.pyplot' in sys.modules, matplotlib.rcParams['axes.spines.top'])"
     )
@@ -171,18 +159,6 @@ def test_the_command_shows_many_files(task_file, capsys, monkeypatch):
     assert (code, err) == (0, "")
     places = [out.index(text) for text in ("first", "conv1.weight", "second", "values")]
     assert all(before < after for before, after in pairwise(places))
-
-
-def test_the_command_takes_the_name_of_the_backbone_from_the_store(tmp_path, capsys, monkeypatch):
-    from bitgraft.store import Backbone, Store
-
-    net = Network(Backbone("wrn-10-1", pretrained=False).build())
-    store = Store.create(tmp_path / "store", Backbone("wrn-10-1", pretrained=False), net)
-    net.add_task("flowers", classes=3)
-    net.save_task("flowers", store.path("flowers"))
-    out = tmp_path / "masks.svg"
-    assert bitgraft(capsys, monkeypatch, "inspect", str(store.path("flowers")), "--figure", str(out))[0] == 0
-    assert "wrn-10-1: share of ones" in out.read_text()
 
 
 def test_the_command_refuses_what_it_cannot_write(task_file, tmp_path, capsys, monkeypatch):

@@ -275,10 +275,8 @@ def test_on_the_backbones_own_data_every_row_has_its_accuracy(tmp_path: Path) ->
         "# Params": ["–", "–", "2.00", "1.10", "1.20"],
     }
     assert "over 3 seeds" in table.caption  # that of the backbone was tried once, and is not counted
-    assert (
-        "ImageNet: the backbone's own data, tried once; no task changes it, so each row has its accuracy, but for "
-        "Adapters-joint, whose backbone is another." in table.notes
-    )
+    said = "no task changes it, so each row has its accuracy (joint training has a backbone of its own)."
+    assert any(note.endswith(said) for note in table.notes)
     assert any("stays whole here" in note for note in table.notes)  # PackNet's does not in the paper
     assert "Missing: never on all; Adapters-joint on ImageNet." in table.notes
     mean = one.rows["full"].total(one.datasets, accuracy, statistics.fmean)
@@ -521,11 +519,10 @@ def test_the_processors_time_is_shown_where_it_was_recorded(tmp_path: Path) -> N
     assert "Relative to Fine-tuning: the geometric mean over the data sets that both rows have." in table.notes
 
 
-def test_cost_without_finetuning_or_from_several_machines_says_so(tmp_path: Path) -> None:
+def test_cost_without_finetuning_says_so(tmp_path: Path) -> None:
     table = cost_table(results(tmp_path, record(), record(seed=1, machine={"cpu": "two"}, seconds=None)))
     assert texts(table)["Full"] == ["20.00", "–", "2", "–"]
     assert "There is no fine-tuning among the rows to compare with." in table.notes
-    assert any("2 machines" in note for note in table.notes)
 
 
 def test_a_suite_without_records_of_its_name_changes_nothing(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Reports as files and as a command: formats, figures, what is printed."""
 
-import csv
-import io
 import json
 import re
 import subprocess
@@ -19,7 +17,7 @@ from records import record, write
 from bitgraft.cli import main as cli
 from bitgraft.paper.figures import rendered
 from bitgraft.paper.report.figures import Point, against_parameters
-from bitgraft.paper.report.render import Cell, Line, Table, comma_separated, from_template, latex, markdown
+from bitgraft.paper.report.render import Cell, Line, Table, from_template, latex, markdown
 from bitgraft.paper.report.results import Stat
 from bitgraft.paper.report.tables import number
 from bitgraft.paper.report.write import usual_place, write_report
@@ -97,15 +95,6 @@ def test_latex() -> None:
     ]
 
 
-def test_comma_separated_values_read_back() -> None:
-    rows = list(csv.reader(io.StringIO(comma_separated(table(title='odd, "name"')))))
-    assert rows == [
-        ["Method", "Params", "GTSR", "GTSR sd", "GTSR n"],
-        ['odd, "name"', "1.17", "80.0", "1.3", "3"],
-        ["Simple", "–", "79.0", "", "1"],
-    ]
-
-
 class Reader(HTMLParser):
     """The text of each cell, the tags seen, and whether all are closed."""
 
@@ -153,7 +142,6 @@ def test_names_cannot_break_a_format() -> None:
     rows = [line for line in latex(odd).splitlines() if line.endswith(r" \\")]
     assert {len(re.findall(r"(?<!\\)&", row)) for row in rows} == {2}
     assert r"a|b\_c \& 50\% <script> \$x\$ \{\#\} \textasciitilde{}\textasciicircum{}\textbackslash{}" in rows[1]
-    assert next(csv.reader(io.StringIO(comma_separated(odd))))[2] == NASTY
 
 
 @settings(max_examples=10, deadline=None)
@@ -193,9 +181,6 @@ def test_the_command_writes_every_format(tmp_path: Path, report) -> None:
         "report.md",
         "report.tex",
         "report.html",
-        "mini-accuracies.csv",
-        "mini-scores.csv",
-        "mini-cost.csv",
         "mini-by-method.png",
         "mini-params.png",
         "records.jsonl",
@@ -264,8 +249,8 @@ def test_the_page_says_where_its_records_come_from(tmp_path: Path) -> None:
     runs = [record(seed=seed, date=f"2026-11-1{seed}T10:00:00+00:00", **about) for seed in (6, 5)]
     write_report(write(tmp_path / "runs", *runs), tmp_path / "out")
     assert (tmp_path / "out" / "report.md").read_text().splitlines()[-1] == (
-        "From 2 records, records.jsonl (2026-11-15 to 2026-11-16; bitgraft 0.1, torch 9.9; Linux x86, 2 cores, 1 "
-        "thread for each run, no GPU)."
+        "From 2 records, records.jsonl (2026-11-15 to 2026-11-16; bitgraft 0.1, torch 9.9; 2 cores, 1 thread "
+        "per run, no GPU)."
     )
 
 
@@ -296,7 +281,7 @@ def test_selected_epochs_and_validation(tmp_path: Path, report) -> None:
 def test_several_suites_and_backbones_keep_their_files_apart(tmp_path: Path) -> None:
     write(tmp_path / "runs", record(), record(backbone="other/net"), record(suite="ab", dataset="mine"))
     names = {file.name for file in write_report(tmp_path / "runs", tmp_path / "out").files}
-    assert {"ab-accuracy.csv", "mini-net-scores.csv", "mini-other-net-scores.csv"} <= names
+    assert {"ab-by-method.png", "mini-net-params.png", "mini-other-net-params.png"} <= names
     assert {file.name for file in (tmp_path / "out").iterdir()} == names
 
 

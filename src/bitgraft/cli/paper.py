@@ -146,7 +146,7 @@ def report(
 ) -> None:
     """Write a benchmark's tables and figures.
 
-    Accuracy by data set with the size of all tasks, decathlon scores, cost, and the ablation, in Markdown, LaTeX, CSV
+    Accuracy by data set with the size of all tasks, decathlon scores, cost, and the ablation, in Markdown, LaTeX
     and HTML; figures as PNG; and the records in one file, records.jsonl, which this command reads as well. The best
     method of each data set is bold, the second underlined.
     """

@@ -92,7 +92,7 @@ def inspect(
     """Show what is in task files.
 
     The method, classes, metrics and size of a task, and its bits per weight. The figure is the paper's last one: ones
-    by depth of layer, and k1, k2 and k3; several tasks and backbones side by side.
+    by depth of layer, and k1, k2 and k3.
     """
     if figure is not None:
         _draw(files, figure)
@@ -122,15 +122,12 @@ def _draw(files: list[str], figure: str) -> None:
     from bitgraft.errors import FigureError
     from bitgraft.format.inspect import inspect_file
     from bitgraft.paper.figures import check_path, parameter_analysis, save
-    from bitgraft.store import Store
 
     try:
         check_path(figure)
     except FigureError as error:
         raise typer.BadParameter(str(error), param_hint="--figure") from error
-    stores = [Store(folder) for folder in {Path(file).parent for file in files} if Store.exists(folder)]
-    names = {store.fingerprint: store.backbone.name for store in stores}
-    save(parameter_analysis([inspect_file(file) for file in files], names), figure)
+    save(parameter_analysis([inspect_file(file) for file in files]), figure)
 
 
 def _facts(task: dict[str, Any]) -> Iterator[tuple[str, str]]:

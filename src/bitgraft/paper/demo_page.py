@@ -30,8 +30,6 @@ class Row:
     bits_per_weight: float
     copy_megabytes: float
     """Of a whole network with this task's head."""
-    images_per_second: float
-    """In training."""
     curve: Records
     inspection: Inspection
 
@@ -44,10 +42,8 @@ class Answer:
     said: str
     sure: float
     truth: str
-
-    @property
-    def tiny(self) -> bool:
-        return self.image.width < THUMBNAIL // 2
+    often: str = ""
+    """How many images of the true class are taken for this one."""
 
     @property
     def picture(self) -> str:
@@ -59,27 +55,17 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Mistake:
-    """Two classes that are confused often, and one such image."""
-
-    example: Answer
-    times: int
-    of: int
-    """Held-out images of the true class."""
-
-
-@dataclass(frozen=True)
 class Shown:
     """A data set, and a reloaded task's predictions for some of its images."""
 
     about: str
-    images: tuple[int, int, int]
-    """Training, validation and held-out."""
+    images: tuple[int, int, int]  # training, validation and held-out
     majority: float
     """The share of the most frequent class in the held-out images."""
     task: str
     answers: list[Answer]
-    worst: list[Mistake]
+    worst: list[Answer]
+    """One of each pair of classes that is confused most often."""
     same: bool
     """Whether the reloaded task gives the same scores as the trained one, bit for bit."""
 
@@ -90,15 +76,13 @@ class Findings:
     budget: str
     rows: list[Row]
     shown: dict[str, Shown]
-    probes: int
-    """How many images the ImageNet scores were compared on."""
+    probes: int  # images that the ImageNet scores were compared on
     same: bool
     seconds: float
 
 
 def write(found: Findings, path: Path) -> None:
-    curves: list[str] = []
-    analyses: list[str] = []
+    curves, analyses = list[str](), list[str]()
     for data in found.shown:
         rows = [row for row in found.rows if row.data == data]
         runs = {row.method: row.curve for row in rows}
@@ -127,10 +111,9 @@ def results_table(found: Findings) -> Table:
             Cell(f"{row.kilobytes:,.0f} kB"),
             Cell(f"{row.copy_megabytes:.1f} MB"),
             Cell(f"{row.bits_per_weight:.2f}"),
-            Cell(f"{row.images_per_second:.0f}"),
         )
         lines.append(Line(row.data, cells, row.method == "full"))
-    headings = ("method", "accuracy", "task file", "separate copy", "bits per weight", "images/s in training")
+    headings = ("method", "accuracy", "task file", "separate copy", "bits per weight")
     notes = tuple(
         f"{data}: {shown.about}, {shown.images[0]:,} images to train on and {shown.images[2]:,} held out, of which the "
         f"most frequent class is {100 * shown.majority:.0f} %"

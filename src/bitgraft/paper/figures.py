@@ -27,7 +27,6 @@ COLOURS = ["#2f7ed8", "#e0702b", "#2ca27b", "#c4519e", "#8f6bd6", "#b08a1e", "#d
 """Told apart by the colour-blind, and visible on white and on black."""
 OURS = "full"
 """The method that figures highlight."""
-DASHES = ("-", "--", ":", "-.")
 DPI = 150
 STYLE = Path(__file__).with_suffix(".mplstyle")
 UNDATED = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
@@ -96,11 +95,6 @@ def as_svg(figure: "Figure", description: str) -> str:
     return re.sub(r"<svg [^>]*?(?=viewBox)", f'<svg role="img" aria-label="{escape(description)}" ', svg, count=1)
 
 
-def learning_curves(runs: Mapping[str, Records], title: str = "") -> "Figure":
-    """Loss and accuracy by epoch, one colour per run: on validation images, and dotted on training images."""
-    return draw([[partial(draw_curves, runs=runs, quantity=what) for what in ("loss", "accuracy")]], title)
-
-
 def draw_curves(
     axes: "Axes", runs: Mapping[str, Records], quantity: Literal["loss", "accuracy"], title: str = ""
 ) -> None:
@@ -119,55 +113,29 @@ def draw_curves(
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, fontsize="small")  # curves may go anywhere
 
 
-def parameter_analysis(found: Sequence["Inspection"], backbones: Mapping[str, str] | None = None) -> "Figure":
-    """The paper's last figure for any task files, one column per backbone.
-
-    On top the share of ones by layer for all tasks with masks, below it k1, k2 and k3 of each task that learned them.
-
-    Args:
-        found: as `bitgraft.format.inspect.inspect_file` gives them.
-        backbones: names by fingerprint, for the headings.
-    """
-    groups: dict[str, list[Inspection]] = {}
-    for task in found:
-        groups.setdefault(task.backbone, []).append(task)
-    names = {key: (backbones or {}).get(key, f"backbone {key[:8]}") for key in groups}
-    columns = [panels for key, tasks in groups.items() if (panels := _column(tasks, names[key]))]
-    if not columns:
+def parameter_analysis(found: Sequence["Inspection"]) -> "Figure":
+    """The paper's last figure: the share of ones by layer of all tasks with masks, and k of each that learned it."""
+    masked = [task for task in found if task.weights]
+    panels: list[Panel] = [partial(draw_ones, tasks=masked)] if masked else []
+    panels += [partial(draw_k, task=task) for task in found if learned_k(task)]
+    if not panels:
         raise FigureError("there is nothing to draw: none of these tasks has masks or k of its own")
-    rows = max(map(len, columns))
-    return draw([[panels[row] if row < len(panels) else _blank for panels in columns] for row in range(rows)])
-
-
-def _blank(axes: "Axes") -> None:
-    axes.set_axis_off()
-
-
-def _column(tasks: Sequence["Inspection"], backbone: str) -> list[Panel]:
-    masked, scaled = [task for task in tasks if task.weights], [task for task in tasks if learned_k(task)]
-    top = max((abs(layer.k[i].mean) for t in scaled for i in learned_k(t) for layer in t.layers), default=0.0)
-    ones = [partial(draw_ones, tasks=masked, title=f"{backbone}: share of ones")] if masked else []
-    return [*ones, *(partial(draw_k, task=task, title=f"{backbone}: k of {label(task)}", top=top) for task in scaled)]
+    return draw([[panel] for panel in panels])
 
 
 def draw_ones(axes: "Axes", tasks: Sequence["Inspection"], title: str = "share of ones") -> None:
-    """The share of ones in the mask of each layer, by depth; one colour per task, one dash style per method."""
-    methods = list(dict.fromkeys(task.metadata.method for task in tasks))
+    """The share of ones in the mask of each layer, by depth; one colour per task."""
     for task, colour in zip(tasks, cycle(COLOURS), strict=False):
         shares = [(i, 100 * layer.density) for i, layer in enumerate(task.layers, 1) if layer.density is not None]
-        dash = DASHES[methods.index(task.metadata.method) % len(DASHES)]
-        axes.plot(*zip(*shares, strict=True), dash, color=colour, marker="o", markersize=2, label=label(task))
+        axes.plot(*zip(*shares, strict=True), color=colour, marker="o", markersize=2, label=label(task))
     axes.axhline(50, color="grey", linewidth=0.8, alpha=0.6)
     axes.set(xlabel="layer, from input to output", ylabel="% ones", ylim=(0, 103), title=title)
     axes.locator_params(axis="x", integer=True)
     axes.legend(loc="lower left", fontsize="small", ncols=1 + (len(tasks) > 4))
 
 
-def draw_k(axes: "Axes", task: "Inspection", title: str = "", top: float | None = None) -> None:
-    """k1, k2 and k3 of each layer, by depth; shaded from lowest to highest where each channel has its own.
-
-    `top` is the largest magnitude that the axis has to show, for panels that are to be compared.
-    """
+def draw_k(axes: "Axes", task: "Inspection", title: str = "") -> None:
+    """k1, k2 and k3 of each layer, by depth; shaded from lowest to highest where each channel has its own."""
     depths = range(1, len(task.layers) + 1)
     for i in learned_k(task):
         spreads = [layer.k[i] for layer in task.layers]
@@ -175,11 +143,8 @@ def draw_k(axes: "Axes", task: "Inspection", title: str = "", top: float | None 
         if any(k.low != k.high for k in spreads):
             lows, highs = [k.low for k in spreads], [k.high for k in spreads]
             axes.fill_between(depths, lows, highs, color=COLOURS[i - 1], alpha=0.2, linewidth=0)
-            top = None  # which is of means alone
     axes.axhline(0, color="grey", linewidth=0.8, alpha=0.6)
     axes.set(xlabel="layer, from input to output", ylabel="k", title=title or f"k of {label(task)}")
-    if top:
-        axes.set_ylim(-1.08 * top, 1.08 * top)
     axes.locator_params(axis="x", integer=True)
     axes.legend(ncols=3)
 

@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
 MARKERS = "osD^vPX<>*"
 ACCENT, PLAIN, PAPER = COLOURS[1], COLOURS[0], "#8a8f98"
-TICKS = (1, 1.1, 1.2, 1.5, 2, 3, 4, 6, 10, 20, 50, 100)
+TICKS = (1, 1.2, 1.5, 2, 3, 4, 6, 10, 20, 50, 100)
 GAP = 14.0  # from a marker to its label, in points
-OWN = {"imagenet", "imagenet12"}
-"""The backbone's own data: they add no parameters, and a suite may leave them out."""
+OWN = {"imagenet", "imagenet12"}  # the backbone's own data add no parameters, and a suite may leave them out
 
 
 class Point(NamedTuple):
@@ -61,11 +60,11 @@ def _draw_methods(axes: "Axes", results: Results, rows: Sequence[Row]) -> None:
     if drawn := [(mean.mean, y) for y, mean in means if mean]:
         x, y = zip(*drawn, strict=True)
         axes.scatter(x, y, marker="|", s=220, color="black", label="mean")
-    ticks = axes.set_yticks(range(len(rows)), [row.title for row in rows])
-    for y, row in enumerate(rows):
+    axes.set_yticks(range(len(rows)), [row.title for row in rows])
+    for place, row in enumerate(rows):
         if row.ours:
-            axes.axhspan(y - 0.5, y + 0.5, color=ACCENT, alpha=0.12, linewidth=0)
-            ticks[y].label1.set(fontweight="bold", color=ACCENT)
+            axes.axhspan(place - 0.5, place + 0.5, color=ACCENT, alpha=0.12, linewidth=0)
+            axes.get_yticklabels()[place].set(fontweight="bold", color=ACCENT)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel(f"{'validation' if results.validation else 'test'} accuracy, %")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
@@ -113,10 +112,7 @@ def _draw_points(axes: "Axes", points: Sequence[Point], label: str) -> None:
     low, high = low / 1.08, max(high, low * 1.2) * 1.6  # room for the labels at the right
     axes.set_xlim(low, high)
     axes.margins(y=0.14)
-    ticks: list[float] = []
-    for tick in TICKS:
-        if low <= tick <= high and (not ticks or tick >= ticks[-1] * (high / low) ** 0.05):  # as many as fit
-            ticks.append(tick)
+    ticks = [tick for tick in TICKS if low <= tick <= high]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_xticks([], minor=True)
 

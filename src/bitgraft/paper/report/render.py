@@ -1,7 +1,5 @@
-"""A table, and the same in Markdown, LaTeX, CSV and HTML."""
+"""A table, and the same in Markdown, LaTeX and HTML."""
 
-import csv
-import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -94,27 +92,6 @@ def _texts(table: Table, escapes: dict[int, str], best: str, second: str) -> lis
 
     heads = [name.translate(escapes) for name in (table.corner, *table.headings)]
     return [heads, *([line.title.translate(escapes), *map(text, line.cells)] for line in table.lines)]
-
-
-def comma_separated(table: Table) -> str:
-    """Numbers without marks; columns for spread and number of seeds where there is any spread."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    columns = [(table.corner, [line.title for line in table.lines])]
-    for place, name in enumerate(table.headings):
-        cells = [line.cells[place] for line in table.lines]
-        columns.append((name, [cell.text for cell in cells]))
-        if any(cell.sd is not None for cell in cells):
-            columns.append((f"{name} sd", [_rounded(cell) for cell in cells]))
-            columns.append((f"{name} n", ["" if cell.n is None else str(cell.n) for cell in cells]))
-    writer.writerow([name for name, _ in columns])
-    writer.writerows(zip(*(values for _, values in columns), strict=True))
-    return out.getvalue()
-
-
-def _rounded(cell: Cell) -> str:
-    """The standard deviation to as many decimals as the mean."""
-    return "" if cell.sd is None else f"{cell.sd:.{len(cell.text.partition('.')[2])}f}"
 
 
 def markdown_page(title: str, tables: Iterable[Table], figures: Mapping[str, str], origin: str) -> str:

@@ -1,6 +1,5 @@
 """Records gathered into grids of rows by data sets, the numbers in their cells, and the paper's tables beside them."""
 
-import re
 import statistics
 import tomllib
 from collections import Counter
@@ -17,30 +16,6 @@ from bitgraft.paper.scores import domain_titles
 
 REFERENCES = ("classifier", "finetune")
 """Shown for comparison but not ranked, as in the paper: the least and the most that a task can cost."""
-SPELLED = {
-    "Feature": "Linear probe",
-    "Classifier Only": "Linear probe",
-    "Finetune": "Fine-tuning",
-    "Individual": "Fine-tuning",
-    "RA": "Residual adapters",
-    "DAN": "Deep adaptation networks",
-    "PB": "Piggyback",
-    "PB-BN": "Piggyback with own norms",
-    "Ours (S)": "Simple",
-    "Ours (F)": "Full",
-    "ImNet": "ImageNet",
-    "Airc.": "Aircraft",
-    "C100": "CIFAR-100",
-    "DPed": "Pedestrians",
-    "DTD": "Textures",
-    "GTSR": "Traffic signs",
-    "Flwr.": "Flowers",
-    "OGlt": "Characters",
-    "Sketch": "Sketches",
-    "SVHN": "House numbers",
-    "UCF": "Actions",
-}
-"""What the paper's tables, and so ours, shorten."""
 Measure = Callable[[str, float], float]
 """From a data set and an accuracy in per cent to what a table shows."""
 Combine = Callable[[Iterable[float]], float]
@@ -49,10 +24,7 @@ Combine = Callable[[Iterable[float]], float]
 
 def spelled_out(title: str) -> str:
     """A row's or a data set's title in full."""
-    if title in SPELLED:
-        return SPELLED[title]
-    first, mark, rest = re.match(r"(.*?)( |-|, |$)(.*)", title).groups()  # type: ignore[union-attr]
-    return f"{SPELLED[first]}{', ' if mark == '-' else mark}{rest}" if first in SPELLED else title
+    return str(published()["spelled"].get(title, title))
 
 
 @dataclass(frozen=True)
@@ -60,8 +32,7 @@ class Stat:
     mean: float
     sd: float | None = None
     """Standard deviation (n - 1); None for a single seed."""
-    n: int | None = None
-    """The number of seeds, if it is known."""
+    n: int | None = None  # seeds
 
 
 def stat(values: Sequence[float]) -> Stat | None:
@@ -202,10 +173,8 @@ class Results:
     suite: Suite
     form: Form
     backbone: str
-    rows: Mapping[str, Row]
-    """In the order of the tables."""
-    datasets: Mapping[str, str]
-    """Titles by name."""
+    rows: Mapping[str, Row]  # in the order of the tables
+    datasets: Mapping[str, str]  # titles by name
     selected: bool = False
     validation: bool = False
 

@@ -222,11 +222,8 @@ def notes(results: Results, paper: PublishedTable | None) -> list[str]:
     unranked = ", ".join(row.title for row in rows if not row.ranked)
     said = [f"Best in bold, second underlined{f'; not ranked, as references: {unranked}' if unranked else ''}."]
     if own := ", ".join(title for name, title in titles.items() if any(row.inherits(name) for row in rows)):
-        joint = ", ".join(row.title for row in rows if row.joint)
-        but = f", but for {joint}, whose backbone is another" if joint else ""
-        said.append(
-            f"{own}: the backbone's own data, tried once; no task changes it, so each row has its accuracy{but}."
-        )
+        but = " (joint training has a backbone of its own)" if any(row.joint for row in rows) else ""
+        said.append(f"{own}: the backbone's own data; no task changes it, so each row has its accuracy{but}.")
     if any(row.method == "packnet" for row in rows):
         said.append(PACKNET)
     gaps = {row.title: [title for name, title in titles.items() if not row.accuracies(name)] for row in rows}
@@ -257,9 +254,6 @@ def cost_notes(runs: Sequence[Record], base: str | None) -> list[str]:
         said.append(f"Relative to {base}: the geometric mean over the data sets that both rows have.")
     if where := circumstances(runs):
         said.append(f"{where}.")
-    machines = {json.dumps(run.machine, sort_keys=True) for run in runs}
-    if len(machines) > 1:
-        said.append(f"The runs come from {len(machines)} machines or settings, so the figures may not compare.")
     return said
 
 
@@ -277,6 +271,5 @@ def _joined(words: Iterable[str]) -> str:
     return " and ".join(sorted(set(filter(None, words))))
 
 
-def _machine(cores: int, system: str = "", processor: str = "", threads: int = 1, gpu: Any = None, **_: Any) -> str:
-    each = f"{threads} thread{'' if threads == 1 else 's'} for each run"
-    return f"{system} {processor}, {cores} cores, {each}, {gpu or 'no GPU'}"
+def _machine(cores: int, threads: int = 1, gpu: Any = None, **_: Any) -> str:
+    return f"{cores} cores, {threads} {'thread' if threads == 1 else 'threads'} per run, {gpu or 'no GPU'}"

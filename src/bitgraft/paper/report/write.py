@@ -11,7 +11,7 @@ from bitgraft.backbone.files import write_atomically
 from bitgraft.paper.figures import as_svg, rendered
 from bitgraft.paper.report import figures
 from bitgraft.paper.report.records import LINES, as_lines, holds_record_files, read_records, read_suites
-from bitgraft.paper.report.render import Table, comma_separated, from_template, latex_page, markdown_page
+from bitgraft.paper.report.render import Table, from_template, latex_page, markdown_page
 from bitgraft.paper.report.results import Results, gather
 from bitgraft.paper.report.tables import baselines_of, circumstances, tables
 
@@ -43,7 +43,7 @@ def write_report(
     validation: bool = False,
     baseline: str | None = None,
 ) -> Report:
-    """Write report.md, report.tex, report.html, a CSV for each table, figures, and the records in one file."""
+    """Write report.md, report.tex, report.html, figures, and the records in one file."""
     records, suites = read_records(source), read_suites(source)
     grids = gather(records, suites, selected, validation)
     can_draw = find_spec("matplotlib") is not None
@@ -65,7 +65,6 @@ def write_report(
         "report.md": markdown_page(title, made, captions, origin),
         "report.tex": latex_page(made),
         "report.html": from_template("report.html", title=title, tables=made, drawings=drawings, origin=origin),
-        **{f"{table.name}.csv": comma_separated(table) for table in made},
         LINES: as_lines(records, suites),
     }
     files = {name: text.encode() for name, text in texts.items()} | files
