@@ -42,10 +42,8 @@ METHODS = {
     "solar": ("classifier", "full"),
 }
 REPORT = "report.html"
-MOST = 2_000
-"""Training images of a task at most: all of the solar cells, 2,000 digits of 3,500."""
-CONFIG = QUICK.changed(epochs=3, size=64, resize=72)
-"""With so many images, the demo should take less than five minutes on two cores."""
+MOST = 2_000  # training images of a task: all of the solar cells, 2,000 digits of 3,500
+CONFIG = QUICK.changed(epochs=3, size=64, resize=72)  # so the demo should take less than five minutes on two cores
 SHOWN = 8  # held-out images of each data set whose predictions are shown
 WORST = 4  # pairs of classes that are confused most often
 WINDOW = 10  # training steps of a point of a learning curve

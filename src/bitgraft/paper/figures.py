@@ -101,7 +101,9 @@ def draw_curves(
     """One quantity by epoch, or by step; a run without validation has its dotted line alone."""
     factor = 100 if quantity == "accuracy" else 1
     unit = "step" if any("step" in record for records in runs.values() for record in records) else "epoch"
-    for (name, records), colour in zip(runs.items(), cycle(COLOURS), strict=False):
+    others = cycle([COLOURS[0], *COLOURS[2:]])
+    for name, records in runs.items():
+        colour = COLOURS[1] if name == OURS else next(others)
         for part, style, width in (("val", "o-", 2.5 if name == OURS else 1.5), ("train", ":", 1)):
             key = f"{part}_{quantity}"
             points = [(record[unit], factor * record[key]) for record in records if key in record]
