@@ -14,7 +14,8 @@ from bitgraft.data.dataset import ImageDataset
 from bitgraft.data.decode import load
 from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.data.splits import open_data
-from bitgraft.format.inspect import accuracy, inspect_file
+from bitgraft.format.inspect import inspect_file
+from bitgraft.format.summary import accuracy
 from bitgraft.paper import demo
 from bitgraft.paper.figures import COLOURS, OURS, matplotlib_figure, rendered
 from bitgraft.store import Store
@@ -31,7 +32,7 @@ NAMES = {
 def curve(axes: Any, store: Store) -> None:
     for method in demo.METHODS["digits"]:
         found = inspect_file(store.path(f"digits-{method}"))
-        share = accuracy(found.archive.metrics)[1]
+        share = accuracy(found.metrics)[1]
         assert share is not None
         bits, ours = found.bits_per(store.size.weights), method == OURS
         colour = COLOURS[1] if ours else COLOURS[0]

@@ -1,7 +1,6 @@
 """`bitgraft tasks` and `inspect`: what is in a store, and in a task file."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer

@@ -60,8 +60,7 @@ class Shown:
 
     about: str
     images: tuple[int, int, int]  # training, validation and held-out
-    majority: float
-    """The share of the most frequent class in the held-out images."""
+    majority: float  # the share of the most frequent class in the held-out images
     task: str
     answers: list[Answer]
     worst: list[Answer]
