@@ -67,9 +67,9 @@ def bench(
     from bitgraft.paper.bench import reading
 
     if known:
-        held = {name: reading.load_suite(name) for name in reading.built_in()}
-        data = {name: {"title": one.title, "rows": [row.row for row in one.rows]} for name, one in held.items()}
-        lines = [f"{name:24}{s.title}: {len(s.datasets)} data sets, {len(s.rows)} rows" for name, s in held.items()]
+        held = reading.contents()
+        data = {n: {"title": one["title"], "rows": [row["row"] for row in one["rows"]]} for n, one in held.items()}
+        lines = [f"{n:24}{s['title']}: {len(s['datasets'])} data sets, {len(s['rows'])} rows" for n, s in held.items()]
         show(as_json, data, "\n".join(lines))
         return
     if not suite:

@@ -1,6 +1,7 @@
 """How a task is trained, as plain data."""
 
 import difflib
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import NoneType, UnionType
@@ -104,10 +105,9 @@ class Config:
         steps, minutes = given.get("steps"), given.get("minutes")
         if not (steps in (None, "auto") or (type(steps) is int and steps >= 1)):
             raise TrainingError(f"steps={steps!r}: give a whole number from 1 on, or 'auto'")
-        kinds = get_type_hints(Config)
         for name, value in given.items():
-            if not _fits(value, kinds[name]):
-                raise TrainingError(f"{name}={value!r}: give {_said(kinds[name])}")
+            if not _fits(value, _kinds()[name]):
+                raise TrainingError(f"{name}={value!r}: give {_said(_kinds()[name])}")
         for name in given.keys() & {"rates", "optimizers", "weight_decay"}:
             stray = set(given[name]) - set(ROLES)
             if stray:
@@ -149,6 +149,11 @@ class Config:
             if isinstance(value, Mapping):
                 changes[name] = {**before.get(name, {}), **value}
         return replace(self, **changes)
+
+
+@functools.cache
+def _kinds() -> dict[str, Any]:
+    return get_type_hints(Config)
 
 
 def _fits(value: Any, kind: Any) -> bool:

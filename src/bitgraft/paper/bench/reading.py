@@ -23,6 +23,11 @@ def built_in() -> list[str]:
     return sorted(file.name.removesuffix(".toml") for file in FOLDER.iterdir() if file.name.endswith(".toml"))
 
 
+def contents() -> dict[str, dict[str, Any]]:
+    """The built-in suites as their files state them, for a list; they are checked when they are loaded."""
+    return {name: _content(name) for name in built_in()}
+
+
 def load_suite(name: str | Path) -> Suite:
     """A built-in suite by its name, or one from a TOML file."""
     content = _content(name)
