@@ -37,6 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shots", type=Path, help="a folder for screenshots")
     shots = parser.parse_args().shots
+    expect.set_options(timeout=60_000)  # a busy machine computes weights for seconds
     browser_path = shutil.which("chromium") or shutil.which("google-chrome")
     if browser_path is None:
         raise SystemExit("there is no chromium: apt install chromium")
@@ -79,7 +80,7 @@ def _use(page: Any, url: str, expect: Any, folder: Path, shots: Path | None) -> 
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.id") == "file", "the image cannot be reached by keyboard"
     page.set_input_files("#file", folder / "rose.jpg")
-    expect(page.locator("#answers .card")).to_have_count(3, timeout=60_000)  # weights are computed first
+    expect(page.locator("#answers .card")).to_have_count(3)
     expect(page.locator("#answers .card").nth(1).locator("li")).to_have_count(2)  # two classes
     expect(page.locator("#status")).to_contain_text("3 tasks, 1 image")
     expect(page.locator("#line")).to_contain_text("curl -F 'image=@rose.jpg'")
