@@ -17,7 +17,8 @@ NAMES = ("birds", "cars", "dogs")
 
 @pytest.fixture
 def address(tmp_path, monkeypatch):
-    monkeypatch.setenv("RAY_SERVE_MULTIPLEXED_MODEL_ID_MATCHING_TIMEOUT_S", "60")
+    for patience in ("MULTIPLEXED_MODEL_ID_MATCHING", "PROXY_READY_CHECK", "PROXY_HEALTH_CHECK"):  # on a busy machine
+        monkeypatch.setenv(f"RAY_SERVE_{patience}_TIMEOUT_S", "60")
     import ray
     from ray import serve
 
