@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from bitgraft.serving.refusals import Refusal
 from bitgraft.serving.scheduler import Scheduler
 from bitgraft.serving.sessions import Sessions
 from bitgraft.serving.settings import Settings
-from bitgraft.workflows.prediction import best, probabilities, torch_scores
+from bitgraft.workflows.prediction import best, probabilities, task_session, torch_scores
 
 DECODERS = 2  # threads; each holds one decoded image at a time
 Predictions = list[dict[str, Any]]
@@ -56,8 +57,15 @@ class Engine(Service):
             wait=settings.max_wait_ms / 1000,
             queue=settings.max_queue,
             total=settings.max_waiting,
+            turns=settings.turns,
         )
-        self.sessions = Sessions(library, budget=settings.memory_budget, pinned=settings.pin, enabled=settings.sessions)
+        self.sessions = Sessions(
+            library,
+            budget=settings.memory_budget,
+            pinned=settings.pin,
+            enabled=settings.sessions,
+            make=partial(task_session, threads=settings.threads_each),
+        )
         self._decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="bitgraft-decoder")
         self._decoding = 0
         self._watcher = threading.Thread(target=self._watch, name="bitgraft-watcher", daemon=True)

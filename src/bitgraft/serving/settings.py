@@ -9,6 +9,8 @@ from pydantic import BaseModel, ByteSize, Field, ValidationError
 from bitgraft.errors import ServingError
 from bitgraft.runtime.engines import EngineName
 
+TURNS = 4  # at most
+
 
 class Settings(BaseModel, frozen=True):
     """Limits hold for each worker. Sizes are in bytes, or text: 2GB, 500MB, 1GiB."""
@@ -59,6 +61,11 @@ class Settings(BaseModel, frozen=True):
     def sessions(self) -> bool:
         """Busy tasks go over to onnxruntime."""
         return self.engine != "torch" and not self.exact and self.device == "cpu"
+
+    @property
+    def turns(self) -> int:
+        """Batches that run at once in a worker; PyTorch's threads are divided among them."""
+        return min(self.threads_each, TURNS)
 
     @property
     def threads_each(self) -> int:
