@@ -19,7 +19,7 @@ from bitgraft.serving.refusals import Refusal
 from bitgraft.serving.scheduler import Scheduler
 from bitgraft.serving.sessions import Sessions
 from bitgraft.serving.settings import Settings
-from bitgraft.workflows.prediction import best, probabilities, task_session, torch_scores
+from bitgraft.workflows.prediction import best, passing_scores, probabilities, task_session, torch_scores
 
 DECODERS = 2  # threads; each holds one decoded image at a time
 Predictions = list[dict[str, Any]]
@@ -142,8 +142,9 @@ class Engine(Service):
             return session(torch.stack(images))
         net = self.library.net
         self.metrics.switches.inc(entry.inner not in net.resident)
-        batches = [image[None] for image in images] if self.settings.exact else [torch.stack(images)]
-        return torch.cat([torch_scores(net, entry.inner, batch.to(self.settings.device)) for batch in batches])
+        if self.settings.exact:
+            return torch.cat([torch_scores(net, entry.inner, image[None]) for image in images])
+        return passing_scores(net, entry.inner, torch.stack(images))
 
     async def tasks(self) -> dict[str, Any]:
         """The store as JSON."""

@@ -21,6 +21,7 @@ from bitgraft.workflows.prediction import task_session
 
 log = logging.getLogger("bitgraft.serving")
 BUSY = 16  # images that a task answers on PyTorch before it gets a session
+BUSIER = 1.5  # times as busy must be who takes another's place, or tasks that are equally busy would take turns
 MEMORY = 1024  # images of all tasks after which what was counted weighs half
 
 
@@ -141,7 +142,7 @@ class Sessions:
         for other, held in sorted(self._held.items(), key=lambda pair: pair[1].used):
             if size <= room:
                 break
-            if other.name not in self._pinned and self._heat[other.inner] < self._heat[entry.inner]:
+            if other.name not in self._pinned and BUSIER * self._heat[other.inner] < self._heat[entry.inner]:
                 room += held.session.nbytes
                 if drop:
                     del self._held[other]

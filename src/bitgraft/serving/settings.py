@@ -22,7 +22,7 @@ class Settings(BaseModel, frozen=True):
     threads: int = Field(0, ge=0)
     memory_budget: ByteSize = Field(ByteSize(2 * 10**9), ge=0)
     max_batch: int = Field(32, ge=1)
-    max_wait_ms: float = Field(5.0, ge=0)
+    max_wait_ms: float = Field(0.0, ge=0)
     max_queue: int = Field(64, ge=1)
     max_upload: ByteSize = Field(ByteSize(20 * 10**6), ge=1)
     max_pixels: int = Field(32 * 10**6, ge=1)

@@ -69,6 +69,12 @@ def torch_scores(net: Network, task: str, images: Tensor) -> Tensor:
     return logits(net(images.to(net.anatomy.device), task=task)).cpu()
 
 
+@torch.no_grad()
+def passing_scores(net: Network, task: str, images: Tensor) -> Tensor:
+    """The same of a task that may not be asked again: without room for its weights it gets no module of its own."""
+    return torch.stack(net(images.to(net.anatomy.device), task=[task] * len(images))).cpu()
+
+
 def probabilities(scores: Tensor) -> Tensor:
     return scores.float().softmax(1)
 
