@@ -64,7 +64,7 @@ class Engine(Service):
             budget=settings.memory_budget,
             pinned=settings.pin,
             enabled=settings.sessions,
-            make=partial(task_session, threads=settings.threads_each),
+            make=partial(task_session, threads=settings.threads_each, export=False),
         )
         self._decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="bitgraft-decoder")
         self._decoding = 0
@@ -78,7 +78,8 @@ class Engine(Service):
         self._watcher.start()
 
     def healthy(self) -> bool:
-        return self.scheduler.alive
+        """Every thread that answers depend on is alive."""
+        return self.scheduler.alive and self.sessions.alive and self._watcher.is_alive()
 
     def ready(self) -> bool:
         return self.healthy() and self.sessions.ready()

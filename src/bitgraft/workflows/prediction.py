@@ -79,17 +79,20 @@ def probabilities(scores: Tensor) -> Tensor:
     return scores.float().softmax(1)
 
 
-def task_session(net: Network, task: str, threads: int | None = None) -> Session:
+def task_session(net: Network, task: str, threads: int | None = None, *, export: bool = True) -> Session:
     """The task in onnxruntime, checked against PyTorch; an `ExportError` says why it cannot be.
 
-    It runs in as many `threads` as torch unless told."""
+    Args:
+        threads: as many as torch has, unless told.
+        export: make a graph that is not in the cache yet; not while other threads run networks.
+    """
     device, dtype = net.anatomy.device, net.anatomy.dtype
     if device.type != "cpu" or dtype != torch.float32:
         raise ExportError(f"onnxruntime runs float32 on a CPU here, and this network is {dtype} on {device}")
     wanted, own = preprocessing_of(net, task), task == net.original
     images = torch.randn((PROBES, wanted.channels, *wanted.size), generator=torch.Generator().manual_seed(0))
     head = [] if own or net.tasks[task].metadata.head != "classes" else net.anatomy.head_names()
-    expected, graphs = torch_scores(net, task, images), GraphCache(net.fingerprint)
+    expected, graphs = torch_scores(net, task, images), GraphCache(net.fingerprint, export=export)
     return make_session(net.export(task), images, expected, graphs, head, threads)
 
 
