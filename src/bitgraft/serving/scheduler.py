@@ -26,7 +26,14 @@ class Scheduler:
     """Items arrive from any thread; `run(task, items)` is called in one thread and gives a result for each item."""
 
     def __init__(
-        self, run: Callable[[Any, list[Any]], Sequence[Any]], *, batch: int, wait: float, queue: int, total: int, turns: int = 1
+        self,
+        run: Callable[[Any, list[Any]], Sequence[Any]],
+        *,
+        batch: int,
+        wait: float,
+        queue: int,
+        total: int,
+        turns: int = 1,
     ) -> None:
         """`wait` is in seconds; `queue` and `total` bound the items that wait for one task, and for all."""
         self._run, self._batch, self._wait, self._queue, self._total = run, batch, wait, queue, total
@@ -35,7 +42,9 @@ class Scheduler:
         self.waiting = 0
         self._pace = 0.05  # seconds per item, smoothed
         self._hurried = False
-        self._threads = [threading.Thread(target=self._work, name=f"bitgraft-turn-{i}", daemon=True) for i in range(turns)]
+        self._threads = [
+            threading.Thread(target=self._work, name=f"bitgraft-turn-{i}", daemon=True) for i in range(turns)
+        ]
 
     def start(self) -> None:
         for thread in self._threads:

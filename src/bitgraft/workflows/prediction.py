@@ -96,14 +96,16 @@ def task_session(net: Network, task: str, threads: int | None = None, *, export:
     return make_session(net.export(task), images, expected, graphs, head, threads)
 
 
-def choose_engine(net: Network, task: str, engine: EngineName, images: int) -> tuple[Callable[[Tensor], Tensor], str]:
+def choose_engine(
+    net: Network, task: str, engine: EngineName, images: int, threads: int | None = None
+) -> tuple[Callable[[Tensor], Tensor], str]:
     """What gives a task's scores for so many images, and why that is PyTorch although onnxruntime was to be tried."""
     run, reason = partial(torch_scores, net, task), ""
     if engine == "onnxruntime":
-        return task_session(net, task), ""
+        return task_session(net, task, threads), ""
     if engine == "auto" and images >= MANY:
         try:
-            return task_session(net, task), ""
+            return task_session(net, task, threads), ""
         except ExportError as problem:
             reason = str(problem)
     return run, reason
