@@ -154,7 +154,7 @@ def _client(side: Side, pictures: Sequence[bytes], end: float, seed: int, done: 
         line = lines.setdefault(port, http.client.HTTPConnection("127.0.0.1", port))
         path, body, kind = f"/v1/predict/{name}", pictures[number], "image/jpeg"
         if side.form:
-            path, body, kind = "/v1/predict", *_form(body)
+            path, body, kind = "/v1/predict", *form([body])
         began = time.perf_counter()
         line.request("POST", path, body, {"Content-Type": kind})
         said = line.getresponse().read()
@@ -163,10 +163,24 @@ def _client(side: Side, pictures: Sequence[bytes], end: float, seed: int, done: 
         line.close()
 
 
-def _form(data: bytes) -> tuple[bytes, str]:
+def form(pictures: Sequence[bytes]) -> tuple[bytes, str]:
+    """The body of a form with these files, and its content type."""
     head = b'\r\nContent-Disposition: form-data; name="image"; filename="a.jpg"\r\nContent-Type: image/jpeg\r\n\r\n'
-    body = b"--" + BOUNDARY + head + data + b"\r\n--" + BOUNDARY + b"--\r\n"
-    return body, f"multipart/form-data; boundary={BOUNDARY.decode()}"
+    parts = [b"--" + BOUNDARY + head + data + b"\r\n" for data in pictures]
+    return b"".join([*parts, b"--" + BOUNDARY + b"--\r\n"]), f"multipart/form-data; boundary={BOUNDARY.decode()}"
+
+
+def post(port: int, path: str, body: bytes, kind: str) -> bytes:
+    """One request over a connection of its own."""
+    line = http.client.HTTPConnection("127.0.0.1", port)
+    line.request("POST", path, body, {"Content-Type": kind})
+    return line.getresponse().read()
+
+
+def get(port: int, path: str) -> bytes:
+    line = http.client.HTTPConnection("127.0.0.1", port)
+    line.request("GET", path)
+    return line.getresponse().read()
 
 
 def _right(said: bytes, wanted: Any, tolerance: float) -> bool:
