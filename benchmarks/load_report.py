@@ -58,10 +58,18 @@ def short(found: dict[str, Any]) -> list[str]:
 
 def page(found: dict[str, Any]) -> str:
     """The tables of the docs."""
-    lines = [f"{found['date']}, {found['machine']}; {found['clients']} clients; `benchmarks/results/load.json`."]
+    lines: list[str] = []
     columns = ("requests_per_second", "cpu_ms_per_request", "p50_ms", "p99_ms", "megabytes")
     for name, one in found["backbones"].items():
-        lines += ["", f"| {name} | requests/s | CPU ms/request | p50 ms | p99 ms | memory MB | wrong answers |"]
+        about = (
+            f"{name}: {one['date']}, {one['machine']}, {one['clients']} clients, load of the machine {one['load'][0]}."
+        )
+        lines += [
+            "",
+            about,
+            "",
+            "| server | requests/s | CPU ms/request | p50 ms | p99 ms | memory MB | wrong answers |",
+        ]
         lines += ["|---|---|---|---|---|---|---|"]
         for row in one["servers"]:
             wrong = f"{row['answers_wrong']} of {row['answers_checked']:,}"
