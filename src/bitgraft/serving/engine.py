@@ -1,4 +1,4 @@
-"""The service behind HTTP: images are decoded in a few threads, queued by task, and run in one thread."""
+"""The service behind HTTP: images are decoded in a few threads, queued by task, and run in turns."""
 
 import asyncio
 import threading
@@ -21,7 +21,6 @@ from bitgraft.serving.sessions import Sessions
 from bitgraft.serving.settings import Settings
 from bitgraft.workflows.prediction import best, passing_scores, probabilities, task_session, torch_scores
 
-DECODERS = 2  # threads; each holds one decoded image at a time
 Predictions = list[dict[str, Any]]
 """For each task {"task": its name, "milliseconds": from queue to answer, "answers": the best classes by image}."""
 
@@ -66,7 +65,7 @@ class Engine(Service):
             enabled=settings.sessions,
             make=partial(task_session, threads=settings.threads_each, export=False),
         )
-        self._decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="bitgraft-decoder")
+        self._decoders = ThreadPoolExecutor(settings.threads_each, thread_name_prefix="bitgraft-decoder")
         self._decoding = 0
         self._watcher = threading.Thread(target=self._watch, name="bitgraft-watcher", daemon=True)
 
@@ -128,7 +127,7 @@ class Engine(Service):
         return {"task": entry.name, "milliseconds": milliseconds, "answers": answers}
 
     def _run(self, entry: Entry, images: list[Tensor]) -> list[Tensor]:
-        """The probabilities of each image. Only the scheduler's thread calls this."""
+        """The probabilities of each image. Only the scheduler's threads call this."""
         began = time.perf_counter()
         rows = list(probabilities(self._scores(entry, images)))
         self.metrics.computing.labels(entry.name).inc(time.perf_counter() - began)

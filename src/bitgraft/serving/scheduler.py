@@ -1,7 +1,7 @@
-"""Bounded queues, one per task, that take turns in one thread.
+"""Bounded queues, one per task, that take turns in a few threads.
 
-A task's turn is one batch, so a busy task delays the others by one batch at most. A batch runs when it is full or its
-first item has waited long enough.
+A task's turn is one batch, so a busy task delays the others by one batch at most. A batch runs as soon as a thread is
+free and its first item has waited long enough; what waits for one task is divided among the threads.
 """
 
 import threading
@@ -23,7 +23,7 @@ class _Item:
 
 
 class Scheduler:
-    """Items arrive from any thread; `run(task, items)` is called in one thread and gives a result for each item."""
+    """Items arrive from any thread; `run(task, items)` gives a result for each item; `turns` threads call it."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class _Held:
 
 
 class Sessions:
-    """The sessions of one worker. `get` is for the thread that runs the tasks; the others may come from anywhere."""
+    """The sessions of one worker. All methods may be called from any thread."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Sessions:
         """Why a task has no session and will not get one."""
         self._heat: Counter[str] = Counter()
         self._images = self.made = self.dropped = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._orders: queue.SimpleQueue[Entry] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="bitgraft-sessions", daemon=True)
 
@@ -119,7 +119,8 @@ class Sessions:
 
     @property
     def nbytes(self) -> int:
-        return sum(held.session.nbytes for held in list(self._held.values()))
+        with self._lock:
+            return sum(held.session.nbytes for held in self._held.values())
 
     def _order(self, entry: Entry) -> None:
         with self._lock:
@@ -176,7 +177,7 @@ class Sessions:
 
     def _estimate(self) -> int:
         """What the next session will take."""
-        known = next((held.session.nbytes for held in list(self._held.values())), None)
+        known = next((held.session.nbytes for held in self._held.values()), None)
         return known or COPIES * 4 * self._library.store.size.parameters
 
     def _on_torch(self, entry: Entry, reason: str) -> None:
