@@ -27,9 +27,17 @@ def compare(rows: dict[str, dict[str, Any]], over: dict[str, list[float]], cold:
 
     ratios = {
         "one task, requests/s over the better of the others": (rate(ONE, better), 0.95),
+        "one task, the better's CPU time per request over ours": (
+            round(rows[better]["cpu_ms_per_request"] / rows[ONE]["cpu_ms_per_request"], 3),
+            0.95,
+        ),
         "one task, 99th percentile over the better's": (round(rows[ONE]["p99_ms"] / rows[better]["p99_ms"], 3), -1.1),
-        "ten tasks over one": (rate(TEN, ONE), 0.9),
-        "100 tasks, ten fit, over one": (rate(ZIPF, ONE), 0.6),
+        "ten tasks, requests/s over one task": (rate(TEN, ONE), 0.9),
+        "100 tasks, ten fit, requests/s over one task": (rate(ZIPF, ONE), 0.6),
+        "the same in CPU time per request": (
+            round(rows[ONE]["cpu_ms_per_request"] / rows[ZIPF]["cpu_ms_per_request"], 3),
+            0.6,
+        ),
         "slowest of these over a cold answer and its queue": (
             round(rows[ZIPF]["slowest_ms"] / (1000 * cold * clients), 3),
             -1.0,
