@@ -26,9 +26,11 @@ bench: $(READY)
 	$(INSTALL) ".[bench]"
 	OMP_NUM_THREADS=$$(nproc) $(BIN)/python -m benchmarks $(if $(ROWS),--rows $(ROWS)) $(if $(ROUNDS),--rounds $(ROUNDS))
 
-# About five minutes on two idle cores: servers under mixed traffic, in turns.
+# About ten minutes on two idle cores: servers under traffic, in turns; then 1,000 tasks that come and go.
 load: $(READY)
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e ".[load]"
 	$(BIN)/python -m benchmarks.load $(if $(ROUNDS),--rounds $(ROUNDS))
+	$(BIN)/python -m benchmarks.churn
 
 # The page in Debian's chromium (apt install chromium).
 browser: $(READY)

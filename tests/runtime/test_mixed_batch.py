@@ -1,6 +1,8 @@
 """A batch with a task for each image: the same scores as one task at a time, to the last bit."""
 
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import pytest
@@ -180,6 +182,38 @@ def test_tasks_that_are_not_kept_take_turns_in_the_same_memory(tmp_path):
     assert_as_one_by_one(net, x)
     assert torch.equal(backbone.inner.weight, weight)
     assert len(net.resident) <= 1
+
+
+class Meeting(nn.Module):
+    """A forward pass that goes on when another has come as far."""
+
+    both: ClassVar[threading.Barrier | None] = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.head = nn.Conv2d(3, 8, 8), nn.BatchNorm2d(8), nn.Linear(8, 6)
+
+    def forward(self, x):
+        if self.both is not None:
+            self.both.wait()
+        return self.head(self.norm(self.inner(x)).flatten(1))
+
+
+def test_tasks_that_are_not_kept_may_run_beside_each_other(monkeypatch):
+    torch.manual_seed(0)
+    x = batch(4, 3, 8, 8)
+    net = taught(Meeting().eval(), x, ("full", "simple", "piggyback"), example=x, memory=0)
+    wanted = {name: run(net, x, task=name) for name in "ab"}
+
+    def mixed(name: str) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.stack(net(x, task=[name] * 4))
+
+    monkeypatch.setattr(Meeting, "both", threading.Barrier(2, timeout=60))
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(3):
+            given = dict(zip("ab", threads.map(mixed, "ab"), strict=True))
+            assert all(torch.equal(given[name], wanted[name]) for name in "ab")
 
 
 def test_a_budget_of_memory_counts_as_a_number_of_tasks_does():

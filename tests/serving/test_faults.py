@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from services import Served, add, bomb, new_store, offline, picture, served, until
+from services import Served, add, bomb, near, new_store, offline, picture, served, until
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,9 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def service(place):
-    with served(place[0], "--workers", "2", "--patience", "1", "--poll", "0.1") as running:
+    """In onnxruntime; `test_ctrl_c` below has exact answers of PyTorch."""
+    pinned = ("--engine", "onnxruntime", "--pin", "birds", "--pin", "cars")
+    with served(place[0], "--workers", "2", "--patience", "1", "--poll", "0.1", *pinned) as running:
         yield running
 
 
@@ -47,7 +49,7 @@ def test_a_killed_worker_is_started_again_and_others_answer_meanwhile(service: S
         asked = 0
         while not ended.is_set():
             for (name, seed), want in wanted.items():
-                assert again_and_again(service, name, picture(seed)) == want
+                assert near(again_and_again(service, name, picture(seed)), want)
                 asked += 1
         return asked
 
@@ -77,17 +79,18 @@ def test_a_file_swapped_under_traffic_gives_the_old_answer_or_the_new_never_a_mi
     with ThreadPoolExecutor(2) as clients:
         asking = [clients.submit(ask) for _ in range(2)]
         try:
-            for seed, size, classes in [(11, 24, 3), (12, 40, 6), (13, 32, 4)]:
-                add(store, net, "birds", seed=seed, size=size, classes=classes)
+            for seed, classes in [(11, 3), (12, 6), (13, 4)]:
+                add(store, net, "birds", seed=seed, classes=classes)
                 versions.append(new := offline(net, "birds", picture()))
-                until(lambda new=new: new in said[-2:], "the new file was not picked up")
+                until(lambda new=new: any(near(one, new) for one in said[-2:]), "the new file was not picked up")
         finally:
             ended.set()
         for one in asking:
             one.result(60)
     assert len({str(version) for version in versions}) == 4
-    assert all(answer in versions for answer in said)
-    until(lambda: all(service.answers("birds", picture()) == versions[-1] for _ in range(8)), "a worker has an old one")
+    assert all(any(near(answer, version) for version in versions) for answer in said)
+    new = versions[-1]
+    until(lambda: all(near(service.answers("birds", picture()), new) for _ in range(8)), "a worker has an old one")
 
 
 def test_slow_clients_are_let_go_and_keep_nobody_waiting(service: Served, place):
@@ -98,7 +101,7 @@ def test_slow_clients_are_let_go_and_keep_nobody_waiting(service: Served, place)
     try:
         for number, line in enumerate(lines):
             line.sendall(parts[number % 4])
-        assert service.answers("cars", picture()) == offline(net, "cars", picture())
+        assert near(service.answers("cars", picture()), offline(net, "cars", picture()))
         for number, line in enumerate(lines):
             reply = line.recv(4096)  # the end, which comes by itself
             assert reply == b"" if number % 4 < 3 else b" 408 " in reply
@@ -127,7 +130,7 @@ def test_a_flood_of_nonsense_does_not_touch_good_requests(service: Served, place
         return service.http.post(f"/v1/predict/{paths[number % len(paths)]}", content=data).status_code
 
     def good(number: int) -> bool:
-        return again_and_again(service, "cars", picture(number % 5)) == offline(net, "cars", picture(number % 5))
+        return near(again_and_again(service, "cars", picture(number % 5)), offline(net, "cars", picture(number % 5)))
 
     with ThreadPoolExecutor(8) as clients:
         flood = [clients.submit(bad, number) for number in range(300)]

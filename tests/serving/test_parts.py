@@ -1,6 +1,7 @@
 """The parts of the service by themselves: turns, the library, pictures, keys, sizes."""
 
 import io
+import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -79,6 +80,22 @@ def test_every_item_runs_once_in_order_and_no_batch_is_too_large(asked, most):
         assert 1 <= len(items) <= most
         ran.setdefault(key, []).extend(items)
     assert ran == wanted
+
+
+def test_turns_run_beside_each_other_and_share_what_waits():
+    both, turns = threading.Barrier(2, timeout=60), []
+
+    def meet(key, items):
+        both.wait()  # a turn that ran alone would wait in vain
+        turns.append((key, list(items)))
+        return items
+
+    scheduler = Scheduler(meet, batch=8, wait=0.0, queue=99, total=99, turns=2)
+    futures = [submit(scheduler, *one) for one in (("a", range(6)), ("b", [1]))]
+    scheduler.start()
+    assert [len(results(one)) for one in futures] == [6, 1]
+    assert scheduler.alive
+    assert max(len(items) for _, items in turns) == 3
 
 
 def test_full_queues_refuse_all_of_a_request_or_none_and_say_when_to_come_back():

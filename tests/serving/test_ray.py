@@ -69,9 +69,24 @@ def test_replicas_give_the_offline_answers_and_refuse_as_one_process_does(addres
         assert client.delete("/v1/tasks/dogs").status_code == 401
         assert client.delete("/v1/tasks/dogs", headers=admin).json()["previous"]
         assert client.post("/v1/tasks/dogs/rollback", headers=admin).json()["classes"] == 4
+        until(lambda: client.get("/healthz").status_code == 200, "it is not healthy")
     handle = ray_serve().get_deployment_handle("tasks", "bitgraft")
     fresh = itertools.count(1)
     until(lambda: stays_at_home(handle, next(fresh)), "no task has a home")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_replicas_ask_for_what_the_cluster_has():
+    from bitgraft.errors import ServingError
+    from bitgraft.serving.ray_app import resources
+    from bitgraft.serving.settings import Settings
+
+    on_gpus = Settings(store=".", workers=4, device="cuda")
+    assert resources(Settings(store=".", workers=4), {"CPU": 4, "GPU": 2}) == {"num_cpus": 1}
+    assert resources(on_gpus, {"CPU": 4, "GPU": 2}) == {"num_cpus": 1, "num_gpus": 0.5}
+    assert resources(on_gpus, {"CPU": 8, "GPU": 8}) == {"num_cpus": 1, "num_gpus": 1}
+    with pytest.raises(ServingError, match="Ray has no GPU: leave out --device"):
+        resources(on_gpus, {"CPU": 8})
 
 
 def stays_at_home(handle: Any, attempt: int) -> bool:

@@ -1,20 +1,25 @@
 """Busy tasks go over to onnxruntime within a budget, and everything else goes on."""
 
+import asyncio
 import gc
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
-from services import Served, add, new_store, offline, picture, served, until
+from services import Served, add, near, new_store, offline, picture, served, until
 
 from bitgraft.errors import ExportError, ServingError
+from bitgraft.runtime.onnx_graph import MissingGraphError
 from bitgraft.serving import sessions as tiers
+from bitgraft.serving.engine import Engine
 from bitgraft.serving.library import Library
 from bitgraft.serving.sessions import BUSY, Sessions
 from bitgraft.serving.settings import Settings
 from bitgraft.serving.supervisor import open_library, prepare_graphs
+from bitgraft.workflows.prediction import task_session
 
 SIZE = 100  # bytes of a made-up session
 NAMES = ("birds", "cars", "dogs")
@@ -156,11 +161,6 @@ def service(place):
         yield running
 
 
-def near(given: list, expected: list) -> bool:
-    pairs = zip(given, expected, strict=True)
-    return all(g["class"] == e["class"] and abs(g["probability"] - e["probability"]) < 1e-5 for g, e in pairs)
-
-
 def test_a_pinned_task_has_its_session_when_the_service_is_ready(service: Served, place):
     assert {name: row["engine"] for name, row in service.tasks().items()} == {
         "birds": "torch",
@@ -200,6 +200,98 @@ def test_a_file_swapped_under_a_session_gives_the_new_answers(service: Served, p
     until(lambda: service.answers("cars", picture())[0]["class"] == new[0]["class"], "the new file was not picked up")
     until(lambda: service.tasks()["cars"]["engine"] == "onnxruntime", "it has no session")
     assert near(service.answers("cars", picture()), new)
+
+
+def test_a_new_graph_is_made_beside_the_traffic_in_a_process_of_its_own(service: Served, place):
+    """Tracing in this process would change the calls of every module that runs meanwhile."""
+    _, store, net = place
+    add(store, net, "dogs", seed=5, size=24)
+    wanted = offline(net, "dogs", picture())
+    until(lambda: near(service.answers("dogs", picture()), wanted), "the new file was not picked up")
+
+    def over() -> bool:
+        assert near(service.answers("dogs", picture()), wanted)
+        return service.tasks()["dogs"]["engine"] == "onnxruntime"
+
+    until(over, "it has no session")
+    assert near(service.answers("dogs", picture()), wanted)
+
+
+def test_why_no_graph_can_be_made_is_the_tasks_reason(library, monkeypatch):
+    def missing(net, inner):
+        raise MissingGraphError("it is not there")
+
+    asked: list = []
+    monkeypatch.setattr(tiers, "export_graph", lambda store, task: asked.append((store, task)))
+    held, birds = holding(library, sessions=3, make=missing), library.tasks["birds"]
+    held.get(birds, BUSY)
+    until(lambda: birds in held.reasons, "it waits for ever")
+    assert (asked, held.reasons[birds]) == ([(library.store.folder, "birds")], "it is not there")
+
+
+def started(library, **options) -> Engine:
+    engine = Engine(library, Settings(store=library.store.folder, threads=1, poll=3600.0, **options))
+    engine.sessions._make = task_session
+    engine.start()
+    return engine
+
+
+def ask(engine: Engine, name: str, images: int = 1, seed: int = 0) -> list:
+    (said,) = asyncio.run(engine.predict([name], [picture(seed)] * images, 5))
+    return said["answers"][0]
+
+
+def test_answers_go_on_where_a_session_cannot_be_made(library):
+    def fail(net, inner):
+        raise ExportError("it has no graph")
+
+    engine, net = started(library), library.net
+    engine.sessions._make = fail
+    birds = library.tasks["birds"]
+    assert len(ask(engine, "birds", BUSY)) == 4
+    until(lambda: birds in engine.sessions.reasons, "no session was tried")
+    wanted = offline(net, birds.inner, picture())
+    assert near(ask(engine, "birds", BUSY), wanted)
+    (row,) = [row for row in asyncio.run(engine.tasks())["tasks"] if row["name"] == "birds"]
+    assert (row["engine"], row["engine_reason"]) == ("torch", "it has no graph")
+
+
+def test_a_budget_of_one_session_keeps_one_and_answers_for_all(library):
+    size = task_session(library.net, library.tasks["birds"].inner).nbytes
+    engine = started(library, memory_budget=int(1.5 * size))
+    wanted = {name: offline(library.net, library.tasks[name].inner, picture()) for name in NAMES}
+    for turn, name in enumerate(NAMES * 3):
+        assert near(ask(engine, name, 2**turn % 60 + BUSY), wanted[name])
+        until(lambda: not len(engine.sessions._wanted), "an order is never filled")
+        assert engine.sessions.nbytes <= 1.5 * size
+    assert (len(engine.sessions), engine.sessions.made > 0) == (1, True)
+
+
+def test_tasks_that_come_and_go_leave_nothing_behind(library):
+    """benchmarks/churn.py does this to a thousand, over HTTP."""
+    engine, store, net = started(library), library.store, library.net
+    before, file = set(net.tasks), store.path("birds").read_bytes()
+    resident: list[int] = []
+    for turn in range(4):
+        names = [f"new-{turn}-{number}" for number in range(8)]
+        for name in names:
+            store.path(name).write_bytes(file)
+        library.scan()
+        for name in names:
+            ask(engine, name, BUSY)
+        until(lambda: not len(engine.sessions._wanted), "an order is never filled")
+        assert (len(engine.sessions), len(net.tasks)) == (8, len(before) + 8)
+        for name in names:
+            store.path(name).unlink()
+
+        def gone(*_) -> bool:
+            library.scan()
+            gc.collect()
+            return not len(engine.sessions) and set(net.tasks) == before
+
+        until(gone, "something is left of them")
+        resident.append(int(Path("/proc/self/statm").read_text().split()[1]))
+    assert resident[-1] <= 1.05 * resident[0]
 
 
 def test_without_onnxruntime_the_service_runs_on_pytorch(library, monkeypatch):

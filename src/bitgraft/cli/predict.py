@@ -3,9 +3,10 @@
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 from typer import Argument, Option
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from bitgraft.data.preprocessing import Preprocessing
     from bitgraft.network import Network
 
+Made = TypeVar("Made")
 BATCH = 8  # images at a time: on a CPU more are no faster
 READERS = 2  # threads that decode images
 EVALUATE = """
@@ -92,12 +94,24 @@ def _run(
 
 
 def _scores(net: "Network", name: str, engine: opt.EngineName, images: int) -> "Callable[[Tensor], Tensor]":
-    from bitgraft.workflows.prediction import choose_engine
+    import torch
 
-    scores, reason = choose_engine(net, name, engine, images)
+    from bitgraft.workflows.prediction import choose_engine, torch_scores
+
+    scores, reason = choose_engine(net, name, engine, images, _threads())
+    if getattr(scores, "func", None) is not torch_scores:
+        torch.set_num_threads(1)  # the session has threads of its own: those of torch would wait for work beside them
     if reason:
         print(f"note: {name} runs on PyTorch: {reason}", file=sys.stderr)
     return scores
+
+
+@cache
+def _threads() -> int:
+    """What torch has at first: it gets one thread once a session has these."""
+    import torch
+
+    return torch.get_num_threads()
 
 
 def _read(files: Sequence[str], wanted: "Preprocessing", faults: dict[str, str]) -> "Iterator[dict[str, Tensor]]":
@@ -105,19 +119,29 @@ def _read(files: Sequence[str], wanted: "Preprocessing", faults: dict[str, str])
     from bitgraft.data.preprocessing import evaluation_tensor
     from bitgraft.errors import DataError
 
+    def tensor(path: str) -> "Tensor | DataError":
+        try:
+            return evaluation_tensor(Path(path), wanted)
+        except DataError as fault:
+            return fault
+
+    def batch(start: int) -> "list[tuple[str, Tensor | DataError]]":
+        return [(path, tensor(path)) for path in files[start : start + BATCH]]
+
+    for read in _ahead(batch, range(0, len(files), BATCH)):
+        faults |= {path: str(fault) for path, fault in read if isinstance(fault, DataError)}
+        if good := {path: pixels for path, pixels in read if not isinstance(pixels, DataError)}:
+            yield good
+
+
+def _ahead(load: Callable[[int], Made], starts: Sequence[int]) -> Iterator[Made]:
+    """What `load` makes of each, in order; the next ones are made while one is used."""
     with ThreadPoolExecutor(READERS) as readers:
-        waiting: list[tuple[str, Future[Tensor]]] = []
-        for start in range(0, len(files) + BATCH, BATCH):
-            before, new = waiting, files[start : start + BATCH]
-            waiting = [(path, readers.submit(evaluation_tensor, Path(path), wanted)) for path in new]
-            read = {}
-            for path, tensor in before:
-                try:
-                    read[path] = tensor.result()
-                except DataError as fault:
-                    faults[path] = str(fault)
-            if read:
-                yield read
+        made = [readers.submit(load, start) for start in starts[:READERS]]
+        for later in [*starts[READERS:], *[None] * len(made)]:
+            yield made.pop(0).result()
+            if later is not None:
+                made.append(readers.submit(load, later))
 
 
 def _rows(answers: dict[str, dict[str, Any]]) -> list[tuple[str, str, str, str]]:
@@ -175,14 +199,19 @@ def _right(
     net: "Network", task: str, images: "Images", batch: int, workers: int, scores: "Callable[[Tensor], Tensor]"
 ) -> "Counter[int]":
     """How many images of each class the task gets right."""
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, default_collate
 
     from bitgraft.data.dataset import ImageDataset
+    from bitgraft.runtime.engines import Session
     from bitgraft.workflows.prediction import preprocessing_of
     from bitgraft.workflows.train_task import one_sentence
 
     data, right = ImageDataset(images, preprocessing_of(net, task)), Counter[int]()
     with one_sentence():
-        for pixels, labels in DataLoader(data, batch_size=batch, num_workers=workers):
+        if isinstance(scores, Session):
+            batch = min(batch, BATCH)
+        places = range(len(data))
+        read = _ahead(lambda start: default_collate(data.__getitems__(places[start : start + batch])), places[::batch])
+        for pixels, labels in DataLoader(data, batch_size=batch, num_workers=workers) if workers else read:
             right.update(labels[scores(pixels).argmax(1) == labels].tolist())
     return right

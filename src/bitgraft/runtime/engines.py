@@ -19,18 +19,19 @@ EngineName = Literal["auto", "torch", "onnxruntime"]
 TOLERANCE = 1e-3  # of the largest score
 TRACED = 2  # the batch size that tracing sees
 LARGEST = 8  # images in one run: on a CPU more are no faster, and take more memory
+MOST_THREADS = 8  # of one session, each of which has threads of its own, asleep between runs
 COPIES = 2  # onnxruntime keeps the weights as given and in its own layout: 28 MB for 14 in EfficientNet-Lite0
 
 
 class Session:
     """One task in onnxruntime: images (N, C, H, W) on the CPU to scores (N, classes)."""
 
-    def __init__(self, graph: bytes, state: Mapping[str, Tensor]) -> None:
+    def __init__(self, graph: bytes, state: Mapping[str, Tensor], threads: int | None = None) -> None:
         onnx, runtime = need("onnx"), need("onnxruntime")
         try:
             model = onnx.load_from_string(graph)
             self._weights = _give_weights(onnx, model, state)
-            options = _options(runtime)
+            options = _options(runtime, threads or torch.get_num_threads())
             given = [runtime.OrtValue.ortvalue_from_numpy(array) for array in self._weights.values()]
             options.add_external_initializers(list(self._weights), given)
             data = model.SerializeToString()
@@ -67,7 +68,12 @@ def _give_weights(onnx: Any, model: Any, state: Mapping[str, Tensor]) -> dict[st
 
 
 def make_session(
-    plain: nn.Module, images: Tensor, expected: Tensor, graphs: GraphCache, head: Collection[str]
+    plain: nn.Module,
+    images: Tensor,
+    expected: Tensor,
+    graphs: GraphCache,
+    head: Collection[str],
+    threads: int | None = None,
 ) -> Session:
     """A session for a task's plain module, or an `ExportError` that says why there is none.
 
@@ -79,7 +85,7 @@ def make_session(
     problem: ExportError | None = None
     for free in ([*head, *(f"inner.{name}" for name in head)], []):
         try:
-            session = Session(graphs.get(module, images[:TRACED], free), module.state_dict())
+            session = Session(graphs.get(module, images[:TRACED], free), module.state_dict(), threads)
             check_agreement(session(images), expected)
             return session
         except ExportError as found:
@@ -104,33 +110,15 @@ def check_agreement(given: Tensor, expected: Tensor) -> None:
         raise ExportError("onnxruntime and PyTorch disagree on the best class")
 
 
-def _options(runtime: Any) -> Any:
+def _options(runtime: Any, threads: int) -> Any:
     options = runtime.SessionOptions()
     options.log_severity_level = 3  # errors alone, no remarks on weights that it moves
     options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")  # given back with a session
     if _has_arena(runtime):
         options.add_session_config_entry("session.use_env_allocators", "1")
-    if _threads.shared:
-        options.use_per_session_threads = False
-    else:
-        options.intra_op_num_threads = torch.get_num_threads()
+    options.intra_op_num_threads = min(threads, MOST_THREADS)
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # else idle threads take others' cores
     return options
-
-
-class _Threads:
-    shared = False
-
-
-_threads = _Threads()
-
-
-def share_threads() -> None:
-    """Let all sessions of this process run in one pool, of as many threads as torch has.
-
-    For a process of our own, before it makes a session: onnxruntime then refuses sessions with threads of their own.
-    """
-    need("onnxruntime").set_global_thread_pool_sizes(torch.get_num_threads(), 1)
-    _threads.shared = True
 
 
 @cache

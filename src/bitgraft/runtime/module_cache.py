@@ -1,4 +1,4 @@
-"""Tasks that keep their computed weights, and one module for those that do not."""
+"""Tasks that keep their computed weights, and spare modules for those that do not."""
 
 import threading
 from collections import OrderedDict
@@ -25,7 +25,7 @@ class ModuleCache:
         if count < 1:
             raise TaskError(f"active={count!r}: at least one task must be kept at work")
         self.count, self.memory = count, memory
-        self.spare = SpareModule()
+        self.spare = SpareModules()
         self._held: OrderedDict[Key, tuple[TaskModule, int]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -65,33 +65,47 @@ class ModuleCache:
         return len(sizes) <= self.count and (self.memory is None or sum(sizes) <= self.memory)
 
 
-class SpareModule:
-    """One module tree in which tasks that are not kept run one after another, each in the memory of the one before.
-
-    It serves one thread at a time, and evaluation without gradients only: nothing may look at a weight after the call.
-    The memory stays for the next batch, until a task is to be kept.
-    """
+class SpareModules:
+    """One spare module for each batch that runs at the same time. Their memory stays for the next batches, until a
+    task is to be kept."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._module: TaskModule | None = None
+        self._idle: list[SpareModule] = []
 
     @contextmanager
     def lend(self) -> Iterator["SpareModule | None"]:
-        """The spare module for the time of a batch; None if it is taken, or of no use because there are gradients."""
-        if torch.is_grad_enabled() or not self._lock.acquire(blocking=False):
+        """A spare module for the time of a batch; None if it is of no use because there are gradients."""
+        if torch.is_grad_enabled():
             yield None
             return
+        with self._lock:
+            spare = self._idle.pop() if self._idle else SpareModule()
         try:
-            yield self
+            yield spare
         finally:
-            self._lock.release()
+            with self._lock:
+                self._idle.append(spare)
 
     def free(self) -> None:
-        """Give the memory back, unless a batch is running in it."""
-        if self._module is not None and self._lock.acquire(blocking=False):
+        """Give the memory back, but of those in which batches are running."""
+        with self._lock:
+            for spare in self._idle:
+                spare.free()
+
+
+class SpareModule:
+    """A module tree in which tasks that are not kept run one after another, each in the memory of the one before.
+
+    For evaluation without gradients only: nothing may look at a weight after the call.
+    """
+
+    def __init__(self) -> None:
+        self._module: TaskModule | None = None
+
+    def free(self) -> None:
+        if self._module is not None:
             self._module.free_weights()
-            self._lock.release()
 
     def takes(self, task: Task) -> bool:
         """The task differs from others of its kind in tensors alone: no module of its own takes part."""

@@ -167,14 +167,21 @@ def _fold(ir: Any, graph: Any, node: Any, state: Mapping[str, Tensor]) -> Fold |
     return fold
 
 
+class MissingGraphError(ExportError):
+    """A graph has yet to be made, and this process must not: see `GraphCache`."""
+
+
 class GraphCache:
     """Graphs in a folder, each under a hash of the backbone, the structure that a task gives it, and versions.
 
     Why a network has no graph is kept as well, so that nobody waits for the same failure twice.
+
+    Tracing changes how every module of a process is called while it lasts. A process that runs networks in other
+    threads therefore takes `export=False`, and has graphs made elsewhere.
     """
 
-    def __init__(self, fingerprint: str, folder: Path | None = None) -> None:
-        self._fingerprint, self.folder = fingerprint, folder or cache_folder()
+    def __init__(self, fingerprint: str, folder: Path | None = None, *, export: bool = True) -> None:
+        self._fingerprint, self.folder, self._export = fingerprint, folder or cache_folder(), export
 
     def get(self, module: nn.Module, images: Tensor, head: Iterable[str] = ()) -> bytes:
         """The module's graph, made if it is not there. Tensors of the `head` may have any size."""
@@ -184,6 +191,8 @@ class GraphCache:
             return path.read_bytes()
         if refused.exists():
             raise ExportError(refused.read_text())
+        if not self._export:
+            raise MissingGraphError(f"{path.name} is not in {self.folder}")
         need("onnx"), need("onnxscript")  # what is only missing here is no property of the network
         try:
             with warnings.catch_warnings():

@@ -1,10 +1,11 @@
-"""The service behind HTTP: images are decoded in a few threads, queued by task, and run in one thread."""
+"""The service behind HTTP: images are decoded in a few threads, queued by task, and run in turns."""
 
 import asyncio
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,9 +22,8 @@ from bitgraft.serving.scheduler import Scheduler
 from bitgraft.serving.sessions import Sessions
 from bitgraft.serving.settings import Settings
 from bitgraft.serving.tracing import Tracing, otlp_exporter
-from bitgraft.workflows.prediction import best, probabilities, torch_scores
+from bitgraft.workflows.prediction import best, passing_scores, probabilities, task_session, torch_scores
 
-DECODERS = 2  # threads; each holds one decoded image at a time
 Predictions = list[dict[str, Any]]
 """For each task {"task", "version", "milliseconds": in the network, "answers": the best classes by image}."""
 
@@ -79,15 +79,17 @@ class Engine(Service):
             wait=settings.max_wait_ms / 1000,
             queue=settings.max_queue,
             total=settings.max_waiting,
+            turns=settings.turns,
         )
         self.sessions = Sessions(
             library,
             budget=settings.memory_budget,
             pinned=settings.pin,
             enabled=settings.sessions,
+            make=partial(task_session, threads=settings.threads_each, export=False),
             note=lambda task, event: self.metrics.session_events.labels(task, event).inc(),
         )
-        self._decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="bitgraft-decoder")
+        self._decoders = ThreadPoolExecutor(settings.threads_each, thread_name_prefix="bitgraft-decoder")
         self._decoding = 0
         self._watcher = threading.Thread(target=self._watch, name="bitgraft-watcher", daemon=True)
 
@@ -99,7 +101,8 @@ class Engine(Service):
         self._watcher.start()
 
     def healthy(self) -> bool:
-        return self.scheduler.alive
+        """Every thread that answers depend on is alive."""
+        return self.scheduler.alive and self.sessions.alive and self._watcher.is_alive()
 
     def ready(self) -> bool:
         return self.healthy() and self.sessions.ready()
@@ -203,8 +206,9 @@ class Engine(Service):
             return session(torch.stack(images))
         net = self.library.net
         self.metrics.switches.inc(entry.inner not in net.resident)
-        batches = [image[None] for image in images] if self.settings.exact else [torch.stack(images)]
-        return torch.cat([torch_scores(net, entry.inner, batch.to(self.settings.device)) for batch in batches])
+        if self.settings.exact:
+            return torch.cat([torch_scores(net, entry.inner, image[None]) for image in images])
+        return passing_scores(net, entry.inner, torch.stack(images))
 
     async def tasks(self) -> dict[str, Any]:
         """The store as JSON."""

@@ -7,12 +7,15 @@ where the task's weights are already computed, if one has room. Every machine mu
 import asyncio
 import signal
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+import torch
 from ray import serve as ray_serve
 from ray.serve.config import HTTPOptions
+from ray.serve.schema import DeploymentStatus
 from torch import Tensor
 
 from bitgraft.errors import ServingError
@@ -47,17 +50,31 @@ def serve(settings: Settings) -> int:
 
 def deploy(settings: Settings) -> None:
     """Start the service on the Ray cluster that this process is connected to, and return when it answers."""
-    has = int(ray.cluster_resources().get("CPU", 0))
-    if settings.workers > has:  # Ray would wait for another machine, without end
-        raise ServingError(f"{settings.workers} replicas need a CPU each, and Ray has {has}: give fewer --workers")
+    asks = resources(settings, ray.cluster_resources())
     ray_serve.start(http_options=HTTPOptions(host=settings.host, port=settings.port))
-    ray_serve.run(application(settings), name=APPLICATION, route_prefix="/")
+    ray_serve.run(application(settings, asks), name=APPLICATION, route_prefix="/")
 
 
-def application(settings: Settings) -> Any:
+def resources(settings: Settings, cluster: Mapping[str, float]) -> dict[str, float]:
+    """What each replica asks Ray for: a CPU, and with `--device cuda` its share of the GPUs, at most a whole one.
+
+    Ray would wait without end for what the cluster lacks.
+    """
+    processors, gpus = (int(cluster.get(kind, 0)) for kind in ("CPU", "GPU"))
+    if settings.workers > processors:
+        told = f"{settings.workers} replicas need a CPU each, and Ray has {processors}: give fewer --workers"
+        raise ServingError(told)
+    if not settings.device.startswith("cuda"):
+        return {"num_cpus": 1}
+    if not gpus:
+        raise ServingError("Ray has no GPU: leave out --device, or add a machine that has one")
+    return {"num_cpus": 1, "num_gpus": min(1.0, gpus / settings.workers)}
+
+
+def application(settings: Settings, asks: Mapping[str, float]) -> Any:
     """The two deployments, bound, as `ray_serve.run` takes them."""
     settings = settings.model_copy(update={"store": settings.store.absolute()})  # replicas start in other folders
-    limits: dict[str, Any] = {"max_ongoing_requests": settings.max_waiting, "ray_actor_options": {"num_cpus": 1}}
+    limits: dict[str, Any] = {"max_ongoing_requests": settings.max_waiting, "ray_actor_options": dict(asks)}
     tasks = ray_serve.deployment(name=REPLICAS, num_replicas=settings.workers, **limits)(_replica(settings))
     limits["ray_actor_options"] = {"num_cpus": 0}  # it mostly waits for replicas: the CPUs are theirs
     ingress = ray_serve.ingress(lambda: make_app(Remote(settings)))(Front)
@@ -72,6 +89,7 @@ def _replica(settings: Settings) -> type:
         """All tasks' bits, and the computed weights of as many tasks as fit into the budget."""
 
         async def __init__(self) -> None:  # type: ignore[misc]  # Ray awaits it
+            torch.set_num_threads(settings.threads_each // settings.turns)
             library = await asyncio.to_thread(open_library, settings)
             self._engine = Engine(library, settings)
             self._engine.start()
@@ -101,7 +119,7 @@ def _replica(settings: Settings) -> type:
 
         async def check_health(self) -> None:
             if not self._engine.healthy():
-                raise RuntimeError("the scheduler has ended")
+                raise RuntimeError("a thread of the service has ended")
 
     return Replica
 
@@ -115,8 +133,22 @@ class Remote(Service):
     """The service whose work is done by replicas."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings, self.metrics = settings, Metrics()
+        self.settings, self.metrics, self._healthy = settings, Metrics(), True
         self.tracing = Tracing(otlp_exporter(settings.otlp) if settings.otlp else None)
+        threading.Thread(target=self._watch, name="bitgraft-health", daemon=True).start()
+
+    def healthy(self) -> bool:
+        """What Ray says of the replicas."""
+        return self._healthy
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(self.settings.poll)
+            try:
+                found = ray_serve.status().applications[APPLICATION].deployments[REPLICAS].status
+                self._healthy = found not in (DeploymentStatus.UNHEALTHY, DeploymentStatus.DEPLOY_FAILED)
+            except Exception:  # nobody there to ask
+                self._healthy = False
 
     async def predict(self, names: Sequence[str], images: Sequence[bytes], top: int) -> Predictions:
         asked = [

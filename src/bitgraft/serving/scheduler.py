@@ -1,7 +1,7 @@
-"""Bounded queues, one per task, that take turns in one thread.
+"""Bounded queues, one per task, that take turns in a few threads.
 
-A task's turn is one batch, so a busy task delays the others by one batch at most. A batch runs when it is full or its
-first item has waited long enough.
+A task's turn is one batch, so a busy task delays the others by one batch at most. A batch runs as soon as a thread is
+free and its first item has waited long enough; what waits for one task is divided among the threads.
 """
 
 import threading
@@ -23,10 +23,17 @@ class _Item:
 
 
 class Scheduler:
-    """Items arrive from any thread; `run(task, items)` is called in one thread and gives a result for each item."""
+    """Items arrive from any thread; `run(task, items)` gives a result for each item; `turns` threads call it."""
 
     def __init__(
-        self, run: Callable[[Any, list[Any]], Sequence[Any]], *, batch: int, wait: float, queue: int, total: int
+        self,
+        run: Callable[[Any, list[Any]], Sequence[Any]],
+        *,
+        batch: int,
+        wait: float,
+        queue: int,
+        total: int,
+        turns: int = 1,
     ) -> None:
         """`wait` is in seconds; `queue` and `total` bound the items that wait for one task, and for all."""
         self._run, self._batch, self._wait, self._queue, self._total = run, batch, wait, queue, total
@@ -35,14 +42,17 @@ class Scheduler:
         self.waiting = 0
         self._pace = 0.05  # seconds per item, smoothed
         self._hurried = False
-        self._thread = threading.Thread(target=self._work, name="bitgraft-scheduler", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._work, name=f"bitgraft-turn-{i}", daemon=True) for i in range(turns)
+        ]
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive()
+        return all(thread.is_alive() for thread in self._threads)
 
     def submit(self, values: Mapping[Hashable, Sequence[Any]]) -> dict[Hashable, list["Future[Any]"]]:
         """Queue the values of one or more tasks, or none of them if there is no room for all."""
@@ -101,7 +111,8 @@ class Scheduler:
 
     def _take(self, task: Hashable) -> list[_Item]:
         queue = self._queues[task]
-        items = [queue.popleft() for _ in range(min(self._batch, len(queue)))]
+        share = -(-len(queue) // len(self._threads))  # what waits is divided among the turns
+        items = [queue.popleft() for _ in range(min(self._batch, share))]
         self.waiting -= len(items)
         if queue:
             self._queues.move_to_end(task)  # behind every other task that waits

@@ -7,20 +7,35 @@ the least recently used session, unless that one is busier still. Pinned tasks h
 import ctypes
 import logging
 import queue
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from weakref import WeakKeyDictionary, WeakSet
 
 from bitgraft.errors import ExportError
 from bitgraft.runtime.engines import COPIES, Session
+from bitgraft.runtime.onnx_graph import MissingGraphError
 from bitgraft.serving.library import Entry, Library
 from bitgraft.workflows.prediction import task_session
 
 log = logging.getLogger("bitgraft.serving")
 BUSY = 16  # images that a task answers on PyTorch before it gets a session
+BUSIER = 1.5  # times as busy must be who takes another's place, or tasks that are equally busy would take turns
+EXPORT = """
+import sys
+from bitgraft.store import Store
+from bitgraft.workflows.prediction import task_session
+store, task = Store(sys.argv[1]), sys.argv[2]
+net = store.network().eval()
+if task != net.original:
+    store.load(net, task)
+task_session(net, task)
+"""
 MEMORY = 1024  # images of all tasks after which what was counted weighs half
 
 
@@ -32,7 +47,7 @@ class _Held:
 
 
 class Sessions:
-    """The sessions of one worker. `get` is for the thread that runs the tasks; the others may come from anywhere."""
+    """The sessions of one worker. All methods may be called from any thread."""
 
     def __init__(
         self,
@@ -53,7 +68,7 @@ class Sessions:
         """Why a task has no session and will not get one."""
         self._heat: Counter[str] = Counter()
         self._images = self.made = self.dropped = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._orders: queue.SimpleQueue[Entry] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="bitgraft-sessions", daemon=True)
 
@@ -98,12 +113,17 @@ class Sessions:
         pinned = [tasks[name] for name in self._pinned if name in tasks]
         return all(entry in self._held or entry in self.reasons for entry in pinned)
 
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() or not self._enabled
+
     def __len__(self) -> int:
         return len(self._held)
 
     @property
     def nbytes(self) -> int:
-        return sum(held.session.nbytes for held in list(self._held.values()))
+        with self._lock:
+            return sum(held.session.nbytes for held in self._held.values())
 
     def size(self, entry: Entry) -> int:
         """Bytes of a task's session; 0 without one."""
@@ -121,13 +141,20 @@ class Sessions:
         while True:
             entry = self._orders.get()
             try:
-                self._add(entry, self._make(self._library.net, entry.inner))
+                self._add(entry, self._new(entry))
             except ExportError as problem:
                 self._on_torch(entry, str(problem))
             except Exception as problem:  # whatever goes wrong with one task, the others go on
                 self._on_torch(entry, f"{type(problem).__name__}: {problem}")
             self._wanted.discard(entry)
             del entry
+
+    def _new(self, entry: Entry) -> Session:
+        try:
+            return self._make(self._library.net, entry.inner)
+        except MissingGraphError:
+            export_graph(self._library.store.folder, entry.name)
+            return self._make(self._library.net, entry.inner)
 
     def _add(self, entry: Entry, session: Session) -> None:
         """Keep a session, in the place of others if need be. The task's weights in PyTorch are not needed any more."""
@@ -150,7 +177,7 @@ class Sessions:
         for other, held in sorted(self._held.items(), key=lambda pair: pair[1].used):
             if size <= room:
                 break
-            if other.name not in self._pinned and self._heat[other.inner] < self._heat[entry.inner]:
+            if other.name not in self._pinned and BUSIER * self._heat[other.inner] < self._heat[entry.inner]:
                 room += held.session.nbytes
                 if drop:
                     del self._held[other]
@@ -160,7 +187,7 @@ class Sessions:
 
     def _estimate(self) -> int:
         """What the next session will take."""
-        known = next((held.session.nbytes for held in list(self._held.values())), None)
+        known = next((held.session.nbytes for held in self._held.values()), None)
         return known or COPIES * 4 * self._library.store.size.parameters
 
     def _on_torch(self, entry: Entry, reason: str) -> None:
@@ -169,6 +196,13 @@ class Sessions:
         if self._enabled:
             log.warning("%s: stays on PyTorch: %s", entry, reason)
         self.reasons[entry] = reason
+
+
+def export_graph(store: Path, task: str) -> None:
+    """Put a task's graph into the cache, or why it has none: in a process of its own, as `GraphCache` says."""
+    made = subprocess.run([sys.executable, "-c", EXPORT, store, task], capture_output=True, text=True)
+    if made.returncode:
+        raise ExportError((made.stderr.strip().splitlines() or [f"exporting ended with {made.returncode}"])[-1])
 
 
 def give_memory_back() -> None:

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ByteSize, Field, ValidationError
 from bitgraft.errors import ServingError
 from bitgraft.runtime.engines import EngineName
 
+TURNS = 4  # at most
+
 
 class Settings(BaseModel, frozen=True):
     """Limits hold for each worker. Sizes are in bytes, or text: 2GB, 500MB, 1GiB."""
@@ -20,7 +22,7 @@ class Settings(BaseModel, frozen=True):
     threads: int = Field(0, ge=0)
     memory_budget: ByteSize = Field(ByteSize(2 * 10**9), ge=0)
     max_batch: int = Field(32, ge=1)
-    max_wait_ms: float = Field(5.0, ge=0)
+    max_wait_ms: float = Field(0.0, ge=0)
     max_queue: int = Field(64, ge=1)
     max_upload: ByteSize = Field(ByteSize(20 * 10**6), ge=1)
     max_pixels: int = Field(32 * 10**6, ge=1)
@@ -65,6 +67,11 @@ class Settings(BaseModel, frozen=True):
     def sessions(self) -> bool:
         """Busy tasks go over to onnxruntime."""
         return self.engine != "torch" and not self.exact and self.device == "cpu"
+
+    @property
+    def turns(self) -> int:
+        """Batches that run at once in a worker; PyTorch's threads are divided among them."""
+        return min(self.threads_each, TURNS)
 
     @property
     def threads_each(self) -> int:

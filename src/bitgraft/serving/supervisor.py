@@ -22,7 +22,6 @@ from PIL import Image
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bitgraft.errors import ExportError, ServingError
-from bitgraft.runtime.engines import share_threads
 from bitgraft.serving.app import make_app
 from bitgraft.serving.engine import Engine
 from bitgraft.serving.library import Library
@@ -155,10 +154,7 @@ def _work(settings: Settings, library: Library, listener: socket.socket) -> NoRe
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        torch.set_num_threads(settings.threads_each)
-        if settings.sessions:
-            with suppress(ExportError):  # without onnxruntime each task gets that as its reason
-                share_threads()
+        torch.set_num_threads(settings.threads_each // settings.turns)
         asyncio.run(_serve(settings, library, listener))
         code = 0
     except BaseException:

@@ -69,29 +69,43 @@ def torch_scores(net: Network, task: str, images: Tensor) -> Tensor:
     return logits(net(images.to(net.anatomy.device), task=task)).cpu()
 
 
+@torch.no_grad()
+def passing_scores(net: Network, task: str, images: Tensor) -> Tensor:
+    """The same of a task that may not be asked again: without room for its weights it gets no module of its own."""
+    return torch.stack(net(images.to(net.anatomy.device), task=[task] * len(images))).cpu()
+
+
 def probabilities(scores: Tensor) -> Tensor:
     return scores.float().softmax(1)
 
 
-def task_session(net: Network, task: str) -> Session:
-    """The task in onnxruntime, checked against PyTorch; an `ExportError` says why it cannot be."""
+def task_session(net: Network, task: str, threads: int | None = None, *, export: bool = True) -> Session:
+    """The task in onnxruntime, checked against PyTorch; an `ExportError` says why it cannot be.
+
+    Args:
+        threads: as many as torch has, unless told.
+        export: make a graph that is not in the cache yet; not while other threads run networks.
+    """
     device, dtype = net.anatomy.device, net.anatomy.dtype
     if device.type != "cpu" or dtype != torch.float32:
         raise ExportError(f"onnxruntime runs float32 on a CPU here, and this network is {dtype} on {device}")
     wanted, own = preprocessing_of(net, task), task == net.original
     images = torch.randn((PROBES, wanted.channels, *wanted.size), generator=torch.Generator().manual_seed(0))
     head = [] if own or net.tasks[task].metadata.head != "classes" else net.anatomy.head_names()
-    return make_session(net.export(task), images, torch_scores(net, task, images), GraphCache(net.fingerprint), head)
+    expected, graphs = torch_scores(net, task, images), GraphCache(net.fingerprint, export=export)
+    return make_session(net.export(task), images, expected, graphs, head, threads)
 
 
-def choose_engine(net: Network, task: str, engine: EngineName, images: int) -> tuple[Callable[[Tensor], Tensor], str]:
+def choose_engine(
+    net: Network, task: str, engine: EngineName, images: int, threads: int | None = None
+) -> tuple[Callable[[Tensor], Tensor], str]:
     """What gives a task's scores for so many images, and why that is PyTorch although onnxruntime was to be tried."""
     run, reason = partial(torch_scores, net, task), ""
     if engine == "onnxruntime":
-        return task_session(net, task), ""
+        return task_session(net, task, threads), ""
     if engine == "auto" and images >= MANY:
         try:
-            return task_session(net, task), ""
+            return task_session(net, task, threads), ""
         except ExportError as problem:
             reason = str(problem)
     return run, reason
