@@ -13,17 +13,19 @@ from torch import Tensor, nn
 from bitgraft.backbone.anatomy import read_anatomy
 from bitgraft.backbone.tracing import logits
 from bitgraft.backbone.weight_files import write_weights
-from bitgraft.errors import TaskError, UnknownTaskError, WrongBackboneError
-from bitgraft.format import archive, dependencies, restore
+from bitgraft.errors import TaskError, UnknownTaskError
+from bitgraft.format import archive, dependencies
 from bitgraft.runtime import grouping
 from bitgraft.runtime.fingerprint import Fingerprint
+from bitgraft.runtime.identify.decision import Identifier
+from bitgraft.runtime.identify.methods import Identifying
 from bitgraft.runtime.module_cache import ModuleCache, SpareModule, computed_bytes
-from bitgraft.runtime.new_task import new_task, original_task, trainable_parameters
+from bitgraft.runtime.new_task import loaded_task, new_task, original_task, trainable_parameters
 from bitgraft.runtime.task_module import TaskModule
 from bitgraft.task import Task, check_name, dotless, dotted
 
 
-class Network(nn.Module):
+class Network(Identifying, nn.Module):
     """A frozen backbone, and tasks that replace some of its tensors while they run.
 
         net = Network(timm.create_model("resnet50", pretrained=True))
@@ -64,6 +66,7 @@ class Network(nn.Module):
         self._modules_at_work = ModuleCache(self.active, self.memory)
         self._pinned: dict[str, TaskModule] = {}
         self._lock = threading.RLock()
+        self._identifier = Identifier(self.anatomy)
 
     @property
     def tasks(self) -> Mapping[str, Task]:
@@ -171,14 +174,7 @@ class Network(nn.Module):
         filed = archive.read_archive(path)
         filed = filed if name is None else archive.rename(filed, name)
         self._check_new(filed.metadata.name)
-        if filed.backbone != (own := self.fingerprint):
-            whose = f"{path} belongs to a backbone with fingerprint {filed.backbone[:12]}, this one has {own[:12]}"
-            raise WrongBackboneError(f"{whose}: build the backbone with the weights that the task was made for")
-        before = dependencies.found(filed.metadata, self.tasks)
-        filed = archive.rename_dependencies(filed, [task.name for task in before])
-        task = restore.restore_task(filed, self.anatomy, [task.transforms for task in before], head)
-        dependencies.hold(before)
-        return self._keep(task)
+        return self._keep(loaded_task(self.anatomy, self.tasks, filed, self.fingerprint, head, path))
 
     def export(self, task: str | None = None) -> nn.Module:
         """The task as an ordinary module of the backbone's own class, with plain weights, in evaluation mode."""
@@ -202,9 +198,12 @@ class Network(nn.Module):
 
         Inputs are the backbone's, by position or by name. The task may also come second: `net(images, "flowers")`.
         One task gives what the backbone gives; a list of names gives a list with one tensor of scores per image.
+        "auto" finds each image's task, and gives log-probabilities of `classes()`, minus infinity for unknown images.
         """
         if task is None and len(inputs) > 1 and grouping.names_tasks(inputs[1]):
             task, inputs = inputs[1], (inputs[0], *inputs[2:])
+        if task == "auto" and task not in self.tasks:
+            return self.union_scores(inputs[0])
         if task is None or isinstance(task, str):
             return self.ready(task)(*inputs, **named)
         return self._mixed(list(task), inputs, named)
@@ -293,7 +292,7 @@ class Network(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, **dict.fromkeys(("_modules_at_work", "_pinned", "_lock"))}
+        return {**self.__dict__, **dict.fromkeys(("_modules_at_work", "_pinned", "_lock", "_identifier"))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ from bitgraft.transforms.masked import Masked, transformed
 from bitgraft.transforms.shared_masks import own_mask
 
 if TYPE_CHECKING:
+    from bitgraft.format.description import Description
     from bitgraft.format.metadata import Metadata
 
 
@@ -36,6 +37,7 @@ class Task(nn.Module):
         self.metrics: dict[str, Any] = {}
         self.preset = "default"  # what `fit` takes its settings from
         self.holds_statistics = False  # norm layers normalise by running statistics in training, too, and leave them
+        self.description: Description | None = None  # of its inputs, for finding the task of an image
         self.is_compact = False  # rounded to what a small file holds (`bitgraft.compact`)
         self.revision = 0  # counts the times that tensors were exchanged for others, not merely written to
         self.train_forwards = 0  # runs with gradients: an optimiser may have written since

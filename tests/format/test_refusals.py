@@ -213,7 +213,7 @@ def test_any_bytes_are_refused(data: bytes) -> None:
 
 
 def test_a_newer_format(tmp_path: Path) -> None:
-    refuse(crafted(put("format", 3)), NewerFormatError, "task format 3, .* reads up to 2; install a newer", tmp_path)
+    refuse(crafted(put("format", 4)), NewerFormatError, "task format 4, .* reads up to 3; install a newer", tmp_path)
     refuse(crafted(put("format", 2)), CorruptError, "has the metadata fields", tmp_path)
     refuse(crafted(lambda d: d.about.update(format=9, new={})), NewerFormatError, "task format 9", tmp_path)
     for wrong in (0, -1, True, 1.0, "1", None, [1]):

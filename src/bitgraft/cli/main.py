@@ -13,7 +13,7 @@ from bitgraft.errors import BitgraftError, UnknownBackboneError
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # of the click inside typer, or of the one beside it
 LINGER = 5.0  # seconds
-MODULES = "train predict tasks export compress sharing serve backbone paper"  # in the order of the help
+MODULES = "train predict identify tasks export compress sharing serve backbone paper"  # in the order of the help
 
 for name in MODULES.split():
     import_module(f"bitgraft.cli.{name}")

@@ -71,6 +71,12 @@ def chosen_tasks(store: str, asked: Sequence[str] | None, every: bool) -> list[s
     raise typer.BadParameter(f"give --task NAME or --all-tasks; the store has {', '.join(there)}")
 
 
+def several_tasks(store: str) -> bool:
+    from bitgraft.store import Store
+
+    return len(Store(store).names()) > 1
+
+
 def network_with(store: str, names: Sequence[str], device: str = "cpu") -> "Network":
     """The store's network with these tasks in it, in evaluation mode, on a device."""
     from bitgraft.store import Store

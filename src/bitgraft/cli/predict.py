@@ -31,6 +31,7 @@ EVALUATE = """
 
 
 @command("""
+  bitgraft predict rose.jpg
   bitgraft predict rose.jpg --task flowers
   bitgraft predict photos/ --all-tasks --top 1 --json
   bitgraft predict rose.jpg --task original""")
@@ -44,12 +45,15 @@ def predict(
     engine: opt.Engine = "auto",
     as_json: opt.AsJson = False,
 ) -> None:
-    """Classify images with one task, several or all.
+    """Classify images with one task, several or all; without a name, with the task that each belongs to.
 
     The backbone's own task is `original`. A file that cannot be read is named, and the exit code is then 1.
     """
+    if not task and not all_tasks and opt.several_tasks(store):
+        _find_and_answer(images, store, device, top, as_json)
+        return
     names = opt.chosen_tasks(store, task, all_tasks)
-    files, faults = _files(images)
+    files, faults = image_files(images)
     net, answers = opt.network_with(store, names, device), {path: dict[str, Any]() for path in files}
     for name in names:
         for path, best in _run(net, name, [path for path in files if path not in faults], top, engine, faults):
@@ -64,7 +68,7 @@ def predict(
         raise typer.Exit(FAILURE)
 
 
-def _files(given: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def image_files(given: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Every image, folders searched; and the folders without any."""
     from bitgraft.data.folders import SUFFIXES
 
@@ -76,6 +80,16 @@ def _files(given: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             faults[text] = f"there is no image in {text}"
         files += found
     return list(dict.fromkeys(files)), faults
+
+
+def _find_and_answer(images: list[str], store: str, device: str, top: int, as_json: bool) -> None:
+    """Each image's answers from the task that it belongs to."""
+    from bitgraft.cli.identify import UNKNOWN, found_in, report
+
+    found, faults = found_in(images, store, device, top, 3)
+    data = [{"image": path, **one} for path, one in found.items()]
+    rows = _rows({path: {one["task"] or UNKNOWN: one["answers"] or [None]} for path, one in found.items()})
+    report(as_json, data, faults, ["image", "task", "class", "probability>"], rows)
 
 
 def _run(
@@ -151,7 +165,7 @@ def _rows(answers: dict[str, dict[str, Any]]) -> list[tuple[str, str, str, str]]
         for t, (task, best) in enumerate(by_task.items()):
             for b, answer in enumerate(best):
                 head = (path if t == b == 0 else "", task if b == 0 else "")
-                rows.append((*head, answer["class"], percent(answer["probability"])))
+                rows.append((*head, *((answer["class"], percent(answer["probability"])) if answer else ("", ""))))
     return rows
 
 
@@ -162,6 +176,7 @@ def evaluate(
     store: opt.StoreFolder = opt.STORE,
     split: Annotated[Literal["train", "val", "test"], Option(help="Which of its images.")] = "test",
     by_class: Annotated[bool, Option("--by-class", help="Also for each class.")] = False,
+    union: Annotated[bool, Option("--union", help="Among the classes of all tasks, the task not being told.")] = False,
     batch: Annotated[int, Option(min=1, help="Images at a time.")] = 128,
     seed: Annotated[int, Option(min=0, help="The seed of training, if training split the data.")] = 0,
     workers: opt.Workers = 0,
@@ -179,6 +194,9 @@ def evaluate(
 
     classes = Store(store).archive(task).metadata.classes or ()
     images = labelled(open_data(data, seed=seed), split, classes, f"task {task!r}")
+    if union:
+        _evaluate_union(store, task, images, batch, device, workers, data, as_json)
+        return
     net, total = opt.network_with(store, [task], device), Counter(images.labels)
     right = _right(net, task, images, batch, workers, _scores(net, task, engine, len(images)))
     rows: list[dict[str, Any]] = [
@@ -193,6 +211,23 @@ def evaluate(
         return
     cells = [(row["class"], row["images"], row["correct"], percent(row["accuracy"])) for row in rows]
     show(as_json, report | {"by_class": rows}, said, table(["class", "images>", "right>", "accuracy>"], cells))
+
+
+def _evaluate_union(
+    store: str, task: str, images: "Images", batch: int, device: str, workers: int, data: str, as_json: bool
+) -> None:
+    """How often the task and the class are right if nobody says which task it is."""
+    from bitgraft.store import Store
+    from bitgraft.workflows.identification import evaluate_union
+
+    net = opt.network_with(store, Store(store).names(), device)
+    found = evaluate_union(net, task, images, batch=batch, workers=workers)
+    said = (
+        f"{task} on {data}, {len(images):,} images, among {len(net.classes()):,} classes of {found['tasks']} tasks: "
+        f"class right {percent(found['accuracy'])}, with the task told {percent(found['told_accuracy'])}; "
+        f"task right {percent(found['task_accuracy'])}; called unknown {percent(found['unknown'])}"
+    )
+    show(as_json, {"data": data, "task": task, "images": len(images), **found}, said)
 
 
 def _right(

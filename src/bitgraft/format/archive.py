@@ -15,7 +15,8 @@ from torch import Tensor
 from bitgraft.backbone.files import aligned_room, check_name, read_whole, write_atomically
 from bitgraft.backbone.layers import COUNTER
 from bitgraft.errors import CorruptError, TaskError
-from bitgraft.format import compact, container, entropy_coding
+from bitgraft.format import compact, container, description, entropy_coding
+from bitgraft.format.description import Description
 from bitgraft.format.header import CODED, HEAD
 from bitgraft.format.metadata import Metadata, Shapes, read_metadata, read_shapes, write_metadata
 from bitgraft.task import Task
@@ -38,9 +39,10 @@ class Archive:
     metrics: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     format: int = 1
-    """2 for a task that is compact: its small tensors take few bytes."""
+    """2 for a task that is compact: its small tensors take few bytes; 3 for one with a description."""
     sizes: Mapping[str, int] = field(default_factory=dict, compare=False)
     """The bytes that each key takes in the file that this was read from."""
+    description: Description | None = field(default=None, compare=False)
 
     def parts(self) -> dict[str, dict[str, Tensor]]:
         """The tensors of each transform, by the name of the weight that it takes."""
@@ -77,7 +79,8 @@ def pack_task(task: Task, backbone: str) -> Archive:
         shapes={name: tuple(task.anatomy.tensor(name).shape) for name in transforms},
         metrics=task.metrics,
         tensors={key: _at_rest(key, tensor) for key, tensor in tensors.items()},
-        format=2 if task.is_compact else 1,
+        format=3 if task.description is not None else 2 if task.is_compact else 1,
+        description=task.description,
     )
 
 
@@ -94,11 +97,13 @@ def from_bytes(data: bytes | memoryview, source: str = "the task file") -> Archi
     about, tensors = container.decode(data, source)
     sizes = {key: tensor.nbytes for key, tensor in tensors.items()}
     metadata, shapes = read_metadata(about, source), read_shapes(about, source)
+    described = description.take(tensors, len(metadata.classes or ()), source) if about["format"] > 2 else None
     if about["format"] > 1:
         tensors = compact.unpack(tensors, about, shapes, source)
     tensors = _decoded(tensors, shapes, source)
     head_layer = tuple(layer) if isinstance(layer := about["head_layer"], list) else layer
     read = Archive(metadata, about["backbone"], head_layer, shapes, about["metrics"], tensors, about["format"], sizes)
+    read = replace(read, description=described)
     _check_parts(read, source)
     return read
 
@@ -151,6 +156,8 @@ def _pieces(archive: Archive, coded: bool) -> list[bytes | memoryview]:
     if archive.format > 1:
         tensors, packed = compact.pack(tensors, archive.shapes)
         about |= packed
+    if archive.description is not None:
+        tensors = {**tensors, **archive.description.tensors()}
     return container.encode(tensors, about, archive.format)
 
 

@@ -87,7 +87,8 @@ def inspect_archive(archive: Archive, size: int) -> Inspection:
 def _sizes(archive: Archive) -> dict[str, int]:
     """What each key would take in a file."""
     tensors = archive.tensors if archive.format < 2 else compact.pack(archive.tensors, archive.shapes)[0]
-    return {key: tensor.nbytes for key, tensor in tensors.items()}
+    described = archive.description.tensors() if archive.description is not None else {}
+    return {key: tensor.nbytes for key, tensor in {**tensors, **described}.items()}
 
 
 def _layer(name: str, shape: tuple[int, ...], parts: dict[str, Tensor]) -> Layer:

@@ -14,7 +14,8 @@ COUNTED_CLASSES = 1 << 20  # more classes than this are written out even if they
 DIGEST = re.compile("[0-9a-f]{64}")
 OBJECTS = ("leans_on", "metrics", "options", "preprocessing", "shapes")
 _FIRST = {*OBJECTS, "backbone", "checksum", "classes", "format", "head", "head_layer", "method", "name"}
-FIELDS = {1: _FIRST, 2: {*_FIRST, "channels", "norms"}}
+_SECOND = {*_FIRST, "channels", "norms"}
+FIELDS = {1: _FIRST, 2: _SECOND, 3: _SECOND}
 """By version of the format."""
 Shapes = Mapping[str, tuple[int, ...]]
 HeadKind = Literal["classes", "linear", "module", "keep", "none"]

@@ -42,6 +42,7 @@ def restore_task(
             held[name] = tensor.clone()
     task = Task(metadata, anatomy, transforms, held, _restore_head(archive, anatomy, head))
     task.metrics, task.is_compact = dict(archive.metrics), archive.format > 1
+    task.description = archive.description
     return task
 
 

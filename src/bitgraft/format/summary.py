@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from bitgraft.backbone.files import read_whole
-from bitgraft.format.header import CODED, CODES, GRIDS, HEAD, MASKS, NORMS, read_header
+from bitgraft.format.header import CODED, CODES, DESCRIPTION, GRIDS, HEAD, MASKS, NORMS, read_header
 from bitgraft.format.metadata import HeadKind, Metadata, read_metadata, read_shapes
 
-KINDS = ("masks", "k", "weights", "norms", "statistics", "head", "header")
+KINDS = ("masks", "k", "weights", "norms", "statistics", "head", "description", "header")
 PACKED = {MASKS: "masks", CODES: "k", GRIDS: "k", NORMS: "norms"}
 STATISTICS = ("running_mean", "running_var")
 HeadLayer = str | tuple[str, ...] | None
@@ -26,7 +26,7 @@ class Summary:
     head_layer: HeadLayer
     metrics: Mapping[str, Any]
     bytes: dict[str, int]
-    """By kind: masks, k, other weights, norm layers, their running statistics, the head, the file's header."""
+    """By kind: masks, k, other weights, norm layers, running statistics, head, description, the file's header."""
     weights: int
     """How many masks cover."""
 
@@ -35,8 +35,8 @@ class Summary:
         return sum(self.bytes.values())
 
     def bits_per(self, weights: int) -> float:
-        """All that the file takes, head apart, for each of so many weights: what every list of tasks shows."""
-        return 8 * (self.size - self.bytes["head"]) / weights
+        """All that the file takes, head and description apart, for each of so many weights: what every list shows."""
+        return 8 * (self.size - self.bytes["head"] - self.bytes["description"]) / weights
 
     @property
     def bits_per_weight(self) -> float | None:
@@ -112,6 +112,8 @@ def by_kind(
 def _kind(key: str, dimensions: Mapping[str, int], head: HeadKind, head_layer: HeadLayer) -> str:
     if key in PACKED:
         return PACKED[key]
+    if key.startswith(DESCRIPTION):
+        return "description"
     name, colon, part = key.partition(":")
     layer, _, last = name.rpartition(".")
     layers = head_layer if isinstance(head_layer, tuple) else (head_layer,)

@@ -1,13 +1,15 @@
 """How a task that is ready to learn is put together."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from bitgraft.backbone.anatomy import Anatomy
-from bitgraft.format import dependencies
+from bitgraft.errors import WrongBackboneError
+from bitgraft.format import archive, dependencies, restore
 from bitgraft.format.metadata import Metadata
 from bitgraft.methods import registry
 from bitgraft.methods.preset_options import preset_options
@@ -59,6 +61,25 @@ def new_task(
 def original_task(anatomy: Anatomy, name: str) -> Task:
     """The backbone as it is, under a name."""
     return Task(Metadata(name, "classifier", {}, "keep"), anatomy, {}, {}, None)
+
+
+def loaded_task(
+    anatomy: Anatomy,
+    tasks: Mapping[str, Task],
+    filed: archive.Archive,
+    fingerprint: str,
+    head: nn.Module | None,
+    path: str | Path,
+) -> Task:
+    """The task that a file holds, on the backbone with this fingerprint; `tasks` are those that it may build on."""
+    if filed.backbone != fingerprint:
+        whose = f"{path} belongs to a backbone with fingerprint {filed.backbone[:12]}, this one has {fingerprint[:12]}"
+        raise WrongBackboneError(f"{whose}: build the backbone with the weights that the task was made for")
+    before = dependencies.found(filed.metadata, tasks)
+    filed = archive.rename_dependencies(filed, [task.name for task in before])
+    task = restore.restore_task(filed, anatomy, [task.transforms for task in before], head)
+    dependencies.hold(before)
+    return task
 
 
 def trainable_parameters(module: nn.Module) -> tuple[int, int]:

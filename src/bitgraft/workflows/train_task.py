@@ -29,6 +29,7 @@ from bitgraft.training.evaluation import evaluate
 from bitgraft.training.inputs import labelled as labelled
 from bitgraft.training.inputs import resized
 from bitgraft.training.loop import fit
+from bitgraft.workflows.describe_task import describe
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Request:
     """A task of the store to begin as."""
     compact: bool = True
     """Round k and norm layers to what a small file holds; a task whose norm layers are to be trained on is not."""
+    describe: bool = True
+    """Let the file say what its images look like, so that an image can find its task."""
 
     @property
     def earlier(self) -> tuple[str, ...]:
@@ -180,6 +183,8 @@ def train(
         test = task.metrics.get("test")
         best_test = other_test or test
         if accelerator.is_main_process:
+            if request.describe:
+                describe(net, request.task, data.splits, workers=request.workers)
             net.save_task(request.task, path)
             runs.done(folder)
         accelerator.wait_for_everyone()

@@ -61,6 +61,7 @@ class Run:
             root=self.place.root,
             val_share=dataset.val_share,
             both=True,
+            describe=False,
         )
         data = open_request(request)
         if fault := next(faults(dataset, data.splits), None):

@@ -1,0 +1,108 @@
+"""Scores of images for tasks: how well features fit a task's description.
+
+A scorer is one method over descriptions that are stacked once. `Likelihood` is the one that is used; the others are
+what the literature has, for comparison.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from bitgraft.format.description import Calibration, Description
+
+
+class Scorer(ABC):
+    """Descriptions of T tasks, stacked on a device with zeros where one has fewer classes or a lower rank."""
+
+    def __init__(self, descriptions: Sequence[Description], device: torch.device | str = "cpu") -> None:
+        rank, classes = (max(d.classes.shape[i] for d in descriptions) for i in (1, 0))
+
+        def stack(tensors: list[Tensor], *shape: int, value: float = 0.0) -> Tensor:
+            return torch.stack([_padded(t.to(device, torch.float32), shape, value) for t in tensors])
+
+        self.width = descriptions[0].basis.shape[1]
+        self.mean = stack([d.mean for d in descriptions], self.width)  # (T, features)
+        self.basis = stack([d.basis for d in descriptions], rank, self.width)  # (T, rank, features)
+        self.classes = stack([d.classes for d in descriptions], classes, rank)  # (T, classes, rank)
+        self.variances = stack([d.variances for d in descriptions], rank, value=1.0)
+        self.noise = stack([d.noise for d in descriptions], 1)[:, 0]
+        self.ranks = torch.tensor([len(d.basis) for d in descriptions], device=device)
+        self.counts = torch.tensor([len(d.classes) for d in descriptions], device=device)
+        self._absent = torch.arange(classes, device=device) >= self.counts[:, None]
+        self._centre = torch.einsum("trf,tf->tr", self.basis, self.mean)
+
+    @abstractmethod
+    def __call__(self, features: Tensor) -> Tensor:
+        """(N, features) -> (N, T); the higher, the better it fits."""
+
+    def projected(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Coordinates in each task's basis, (N, T, rank), and the squared length of what lies outside, (N, T)."""
+        inside = (features @ self.basis.flatten(0, 1).T).view(-1, *self._centre.shape) - self._centre
+        apart = features.square().sum(1, keepdim=True) - 2 * features @ self.mean.T + self.mean.square().sum(1)
+        return inside, (apart - inside.square().sum(2)).clamp_min(0)
+
+    def distances(self, inside: Tensor, scale: Tensor) -> Tensor:
+        """Squared, to each class mean, (N, T, classes), coordinates multiplied by `scale`; infinite for no class."""
+        scaled = (inside * scale).transpose(0, 1)  # (T, N, rank)
+        means = self.classes * scale[:, None]  # (T, classes, rank)
+        squares = scaled.square().sum(2, keepdim=True) + means.square().sum(2)[:, None]
+        found = torch.baddbmm(squares, scaled, means.transpose(1, 2), alpha=-2).clamp_min(0)
+        return found.masked_fill(self._absent[:, None], math.inf).transpose(0, 1)
+
+
+class NearestMean(Scorer):
+    """Minus the squared distance to the nearest class mean, in all directions alike."""
+
+    def __call__(self, features: Tensor) -> Tensor:
+        inside, outside = self.projected(features)
+        return -(self.distances(inside, torch.ones_like(self.variances)).amin(2) + outside)
+
+
+class Mahalanobis(Scorer):
+    """Minus the squared Mahalanobis distance of normalised features to the nearest class mean (Mahalanobis++)."""
+
+    def __call__(self, features: Tensor) -> Tensor:
+        inside, outside = self.projected(features)
+        return -(self.distances(inside, self.variances.rsqrt()).amin(2) + outside / self.noise)
+
+
+class RelativeMahalanobis(Scorer):
+    """The same less the distance to the task's one Gaussian without classes (Ren et al. 2021)."""
+
+    def __call__(self, features: Tensor) -> Tensor:
+        inside, _ = self.projected(features)
+        spread = self.variances + self.classes.square().sum(1) / self.counts[:, None]
+        return (inside.square() / spread).sum(2) - self.distances(inside, self.variances.rsqrt()).amin(2)
+
+
+class Likelihood(Scorer):
+    """log p(x | task) of a mixture with a Gaussian for each class, up to a constant that all tasks share.
+
+    The determinants are what Mahalanobis distances lack: they make the scores of different tasks comparable.
+    """
+
+    def __call__(self, features: Tensor) -> Tensor:
+        inside, outside = self.projected(features)
+        volume = self.variances.log().sum(1) + (self.width - self.ranks) * self.noise.log()
+        mixture = (-self.distances(inside, self.variances.rsqrt()) / 2).logsumexp(2) - self.counts.log()
+        return mixture - (outside / self.noise + volume) / 2
+
+
+def energy(logits: Tensor) -> Tensor:
+    """log sum exp of a task's own scores: high where it knows a class (Liu et al. 2020)."""
+    return logits.float().flatten(1).logsumexp(1)
+
+
+def typicality(route: Tensor, own: Tensor, calibration: Calibration) -> Tensor:
+    """How usual an image is for a task, in deviations of its validation images: features and logits together."""
+    features = (route - calibration.route_mean) / calibration.route_std
+    return features + (own - calibration.logit_mean) / calibration.logit_std
+
+
+def _padded(tensor: Tensor, shape: Sequence[int], value: float) -> Tensor:
+    missing = [wanted - size for wanted, size in zip(shape, tensor.shape, strict=True)]
+    return F.pad(tensor, [side for more in reversed(missing) for side in (0, more)], value=value)

@@ -1,0 +1,231 @@
+"""Which task an image belongs to: descriptions, scorers, the decision, and a network's methods."""
+
+import math
+
+import pytest
+import torch
+from images import NET, bitgraft, exit_code, furnish
+from PIL import Image
+from tiny import tiny
+from torch import Tensor
+from torch.distributions import MultivariateNormal
+
+from bitgraft import CorruptError, Network, TaskError, read_archive
+from bitgraft.format import archive
+from bitgraft.format.archive import content
+from bitgraft.format.description import Description, rounded
+from bitgraft.runtime.identify import fitting
+from bitgraft.runtime.identify.decision import union_scores
+from bitgraft.runtime.identify.scorers import Likelihood, Mahalanobis, NearestMean, RelativeMahalanobis
+
+DIM = 12
+
+
+def cloud(seed: int, classes: int, count: int = 40) -> tuple[Tensor, Tensor]:
+    """Normalised features of some classes, around a direction of their own."""
+    rng = torch.Generator().manual_seed(seed)
+    centre, means = torch.randn(DIM, generator=rng), 0.3 * torch.randn(classes, DIM, generator=rng)
+    labels = torch.arange(classes * count) % classes
+    noise = 0.15 * torch.randn(len(labels), DIM, generator=rng)
+    return torch.nn.functional.normalize(centre + means[labels] + noise, dim=1), labels
+
+
+def described(seed: int, classes: int, rank: int = 3) -> Description:
+    features, labels = cloud(seed, classes)
+    return fitting.calibrated(fitting.fit_description(features, labels, classes, rank), features, features[:, :classes])
+
+
+def test_the_likelihood_is_that_of_the_mixture_written_out() -> None:
+    """Against torch's own Gaussians, for tasks of different numbers of classes and ranks, one after the other."""
+    tasks, (features, _) = [described(1, 2, 3), described(2, 5, 4)], cloud(3, 3)
+    found = Likelihood(tasks)(features)
+    for i, task in enumerate(tasks):
+        basis, mean = task.basis.double(), task.mean.double()
+        outside = torch.eye(DIM, dtype=torch.double) - torch.linalg.pinv(basis) @ basis
+        covariance = basis.T @ torch.diag(task.variances.double()) @ basis + task.noise.double() * outside
+        centres = mean + task.classes.double() @ basis
+        each = [MultivariateNormal(centre, covariance).log_prob(features.double()) for centre in centres]
+        expected = torch.stack(each).logsumexp(0) - math.log(len(centres)) + DIM / 2 * math.log(2 * math.pi)
+        torch.testing.assert_close(found[:, i].double(), expected, rtol=2e-2, atol=0.2)  # the basis has 16 bits
+
+
+@pytest.mark.parametrize("scorer", [NearestMean, Mahalanobis, RelativeMahalanobis, Likelihood])
+def test_a_task_scores_the_same_whoever_else_is_there(scorer) -> None:
+    one, other, (features, _) = described(1, 2, 2), described(2, 5, 4), cloud(1, 2)
+    alone, both, turned = scorer([one])(features), scorer([one, other])(features), scorer([other, one])(features)
+    torch.testing.assert_close(alone[:, 0], both[:, 0], rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(both, turned.flip(1), rtol=1e-4, atol=1e-3)
+
+
+def test_likelihood_tells_clouds_apart() -> None:
+    scores = Likelihood([described(1, 2), described(2, 5)])
+    assert (scores(cloud(1, 2)[0]).argmax(1) == 0).all()
+    assert (scores(cloud(2, 5)[0]).argmax(1) == 1).all()
+
+
+@pytest.mark.parametrize(("width", "classes", "size"), [(1280, 200, 500_000), (2048, 100, 4_000_000), (64, 2, 1000)])
+def test_a_description_takes_at_most_its_room(width: int, classes: int, size: int) -> None:
+    rank = fitting.rank_for(width, classes, size)
+    assert 1 <= rank <= fitting.RANK
+    numbers = 2 * (width + rank * (width + classes)) + 4 * (rank + 6)
+    assert numbers + 700 <= max(64_000, 0.05 * size)
+
+
+def test_too_few_images_are_refused() -> None:
+    with pytest.raises(Exception, match="several images of a class"):
+        fitting.fit_description(torch.eye(3), torch.arange(3), 3, 2)
+
+
+def images(seed: int, count: int = 24) -> Tensor:
+    """Two kinds: bright and dark, with noise."""
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 3, 8, 8, generator=rng) + (3.0 if seed % 2 else -3.0)
+
+
+def describe(net: Network, name: str, seen: Tensor) -> None:
+    task, labels = net.tasks[name], torch.arange(len(seen)) % len(net.tasks[name].classes or ())
+    found = fitting.fit_description(net.features(seen), labels, len(task.classes or ()), 2)
+    with torch.no_grad():
+        task.description = fitting.calibrated(found, net.features(seen), net(seen, task=name))
+
+
+def network(*names: str) -> Network:
+    net = Network(tiny()).eval()
+    for name in names:
+        net.add_task(name, classes=2 if name == "dark" else ["a", "b", "c"], seed=len(name))
+        describe(net, name, images(0 if name == "dark" else 1))
+    return net
+
+
+def test_images_find_their_tasks_and_strange_ones_none() -> None:
+    net = network("bright", "dark")
+    mixed = torch.cat([images(2, 8), images(3, 8)])
+    found = net.identify(mixed)
+    assert found.names == ("bright", "dark")
+    assert found.scores.argmax(1).tolist() == [1] * 8 + [0] * 8
+    torch.testing.assert_close(found.scores.sum(1), torch.ones(16))
+    assert sum(name is not None for name in found.tasks) >= 12
+    stripes = torch.zeros(4, 3, 8, 8)
+    stripes[:, 0, ::2], stripes[:, 1] = 40.0, -40.0
+    assert net.identify(stripes).tasks == [None] * 4
+
+
+def test_auto_gives_the_union_of_classes() -> None:
+    net, seen = network("bright", "dark"), images(3, 6)
+    assert net.classes() == [("bright", "a"), ("bright", "b"), ("bright", "c"), ("dark", "0"), ("dark", "1")]
+    decision = net.decide(seen)
+    every = union_scores(decision, net.tasks)
+    torch.testing.assert_close(every.exp().sum(1), torch.ones(6))
+    with torch.no_grad():
+        own = net(seen, task="bright")
+    assert (every[:, :3].argmax(1) == own.argmax(1)).all()
+    auto, unknown = net(seen, task="auto"), torch.tensor([name is None for name in decision.identified.tasks])
+    assert torch.equal(auto[~unknown], every[~unknown])
+    assert (auto[unknown] == -torch.inf).all()
+    net.add_task("auto", classes=4)
+    assert net(seen, task="auto").shape == (6, 4)
+
+
+def test_neither_the_order_of_tasks_nor_their_number_matters() -> None:
+    """New tasks join by being added, and one that is removed is gone at once."""
+    one, other, seen = network("bright", "dark"), network("dark", "bright"), torch.cat([images(2, 4), images(3, 4)])
+    first, second = one.identify(seen), other.identify(seen)
+    assert first.tasks == second.tasks
+    assert torch.equal(first.scores, second.scores)
+    one.add_task("far", classes=2)
+    assert "far" not in one.identify(seen).names
+    describe(one, "far", 20 * images(5))
+    joined = one.identify(seen)
+    assert joined.names == ("bright", "dark", "far")
+    torch.testing.assert_close(joined.margins, first.margins)
+    one.remove_task("far")
+    one.remove_task("dark")
+    assert one.identify(seen).names == ("bright",)
+
+
+def test_tasks_that_prepare_images_differently_get_their_own() -> None:
+    net, seen = network("bright", "dark"), images(3, 4)
+    apart = net.identify({"bright": seen, "dark": seen.clone()})
+    assert torch.equal(apart.scores, net.identify(seen).scores)
+
+
+def test_without_a_description_it_says_so() -> None:
+    net = Network(tiny()).eval()
+    with pytest.raises(TaskError, match="there is no task"):
+        net.identify(images(0))
+    net.add_task("plain", classes=2)
+    with pytest.raises(TaskError, match="none of plain has a description .* `bitgraft describe TASK DATA`"):
+        net.classes()
+
+
+def test_a_file_keeps_the_description_and_content_does_not_depend_on_it(tmp_path) -> None:
+    net = network("bright")
+    plain = Network(net.backbone).add_task("bright", classes=["a", "b", "c"], seed=6)
+    net.save_task("bright", tmp_path / "bright")
+    read, task = read_archive(tmp_path / "bright"), net.tasks["bright"]
+    assert read.format == 3
+    assert content(read) == content(archive.pack_task(plain, net.fingerprint))
+    other = Network(net.backbone).eval()
+    other.load_task(tmp_path / "bright")
+    for key, tensor in task.description.tensors().items():
+        assert torch.equal(other.tasks["bright"].description.tensors()[key], tensor)
+    assert torch.equal(other.identify(images(3)).margins, net.identify(images(3)).margins)
+    task.description = None
+    net.save_task("bright", tmp_path / "bright")
+    assert read_archive(tmp_path / "bright").format == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"noise": torch.zeros(1)}, {"mean": torch.zeros(3)}, {"classes": torch.full((3, 2), torch.nan)}],
+)
+def test_a_description_that_does_not_fit_is_refused(change, tmp_path) -> None:
+    net = network("bright")
+    task = net.tasks["bright"]
+    tensors = {key.rpartition(".")[2]: tensor for key, tensor in task.description.tensors().items()}
+    task.description = rounded(**{**tensors, **change})
+    data = archive.to_bytes(archive.pack_task(task, net.fingerprint))
+    with pytest.raises(CorruptError, match="description is not usable"):
+        archive.from_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A store of two tasks: colours as they are trained now, and one whose file has no description."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        furnish(folder, patch)
+        common = ["train", "photos", "--backbone", NET, "--size", "16", "--batch", "8", "--epochs", "2"]
+        for name in ("colours", "hues"):
+            assert exit_code(patch, *common, "--task", name) == 0
+        from bitgraft.store import Store
+
+        store = Store("bitgraft-store")
+        net = store.network()
+        store.load(net, "hues").description = None
+        net.save_task("hues", store.path("hues"))
+    return folder
+
+
+def test_commands_find_the_task_of_an_image(trained, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(trained)
+
+    def run(*args: str) -> tuple[int, str, str]:
+        return bitgraft(capsys, monkeypatch, *args)
+
+    code, out, err = run("identify", "photos/test/red/0.png", "--json")
+    assert (code, err) == (0, "note: left out, without a description: hues\n")
+    assert '"score": 1.0' in out
+    code, out, err = run("describe", "hues", "photos")
+    assert (code, err) == (0, "")
+    assert "now describes its images" in out
+    Image.new("RGB", (16, 16)).save("black.png")
+    code, out, err = run("predict", "photos/test/red/0.png", "black.png", "missing.png")
+    assert code == 1
+    assert "missing.png" in err
+    assert "0.png" in out
+    code, out, _ = run("eval", "photos", "--task", "colours", "--union")
+    assert code == 0
+    assert "among 6 classes of 2 tasks" in out
+    code, out, err = run("describe", "none", "photos")
+    assert (code, "has no task 'none'" in err) == (1, True)
