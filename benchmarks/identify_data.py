@@ -18,7 +18,7 @@ from bitgraft.workflows.prediction import torch_scores
 from bitgraft.workflows.train_task import Request, open_store, preprocessing_for, train
 
 BATCH = 64
-MOST = {"val": 150, "test": 300}  # images of a domain that every task runs on
+MOST = {"val": 100, "test": 200}  # images of a domain that every task runs on
 
 
 @dataclass(frozen=True)

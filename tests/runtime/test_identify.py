@@ -154,7 +154,7 @@ def test_without_a_description_it_says_so() -> None:
     with pytest.raises(TaskError, match="there is no task"):
         net.identify(images(0))
     net.add_task("plain", classes=2)
-    with pytest.raises(TaskError, match="none of plain has a description .* `bitgraft describe TASK DATA`"):
+    with pytest.raises(TaskError, match=r"none of plain has a description .* `bitgraft describe TASK DATA`"):
         net.classes()
 
 

@@ -28,7 +28,7 @@ def fit_description(features: Tensor, labels: Tensor, classes: int, rank: int) -
         raise DataError(f"a description needs several images of a class, and there are {len(features)} in all")
     mean = features.mean(0)
     apart = features - mean
-    basis = torch.linalg.svd(apart, full_matrices=False)[2][:rank]
+    basis = torch.linalg.eigh(apart.T @ apart)[1][:, -rank:].T
     inside, means = apart @ basis.T, features.new_zeros(classes, len(basis))
     for label in present:
         means[label] = inside[labels == label].mean(0)
