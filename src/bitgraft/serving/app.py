@@ -59,6 +59,28 @@ class Predictions(BaseModel):
     tasks: list[Prediction]
 
 
+class Guess(BaseModel):
+    """A task and how likely the image is one of its."""
+
+    task: str
+    score: float
+
+
+class Found(BaseModel):
+    """An image's task, or null, the likeliest tasks, and the answers of the first."""
+
+    task: str | None
+    route: list[Guess]
+    answers: list[Answer]
+
+
+class FoundPredictions(BaseModel):
+    """What was found for each image."""
+
+    milliseconds: float
+    images: list[Found]
+
+
 def make_app(service: Service) -> FastAPI:
     app = FastAPI(title="bitgraft", version=__version__, docs_url=None, redoc_url=None)
     for kind in (Refusal, HTTPException, RequestValidationError, Exception):
@@ -75,6 +97,14 @@ def make_app(service: Service) -> FastAPI:
 
 
 def _add_predictions(app: FastAPI, service: Service, uploads: Uploads) -> None:
+    @app.post("/v1/predict/auto", response_model=FoundPredictions, openapi_extra=BODY)
+    async def find(request: Request, top: Top = 5) -> Any:
+        """The task of each image, found by its description, and that task's answers; null where it is unknown."""
+        began = time.perf_counter()
+        async with uploads.read(request) as (images, _):
+            found = await service.find(images, top)
+        return {"milliseconds": round(1000 * (time.perf_counter() - began), 3), "images": found}
+
     @app.post("/v1/predict/{task:path}", response_model=Prediction, openapi_extra=BODY, responses=answer(PREDICTION))
     async def predict(request: Request, task: str, top: Top = 5) -> Any:
         """One task's answers to one or more images."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bitgraft.errors import UnknownTaskError, UnsafeNameError
 from bitgraft.runtime.module_cache import computed_bytes
+from bitgraft.serving import auto
 from bitgraft.serving.changes import change
 from bitgraft.serving.library import Entry, Library
 from bitgraft.serving.metrics import Metrics
@@ -56,6 +57,9 @@ class Service(Protocol):
     async def change(self, action: str, name: str, *args: Any) -> dict[str, Any]: ...
     async def tasks(self) -> dict[str, Any]: ...
     async def task(self, name: str) -> dict[str, Any]: ...
+
+    async def find(self, images: Sequence[bytes], top: int) -> list[dict[str, Any]]:
+        raise Refusal(501, "this service does not find an image's task: name it, as in /v1/predict/NAME")
 
     def healthy(self) -> bool:
         return True
@@ -139,6 +143,16 @@ class Engine(Service):
             raise Refusal(400, str(problem)) from problem
         except UnknownTaskError as problem:
             raise Refusal(404, str(problem)) from problem
+
+    async def find(self, images: Sequence[bytes], top: int) -> list[dict[str, Any]]:
+        """Each image's task and its answers, found in a thread beside the scheduler's."""
+        self._check(1, len(images))
+        work = partial(auto.find, self.library, images, top, self.settings.max_pixels)
+        self._decoding += len(images)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._decoders, work)
+        finally:
+            self._decoding -= len(images)
 
     def _check(self, tasks: int, images: int) -> None:
         """Refuse what would not fit into empty queues, or has too many before it."""

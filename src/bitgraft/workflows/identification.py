@@ -42,13 +42,19 @@ def find(net: Network, images: Sequence[Prepared], *, top: int = 5, tasks: int =
 
     {"task": "flowers", "route": [{"task": "flowers", "score": 0.98}, ...], "answers": [{"class": "rose", ...}, ...]}
     """
-    decision = decide(net, images)
+    return told(decide(net, images), {name: task.classes for name, task in net.tasks.items()}, top=top, tasks=tasks)
+
+
+def told(
+    decision: Decision, classes: Mapping[str, Sequence[str] | None], *, top: int = 5, tasks: int = 3
+) -> list[dict[str, Any]]:
+    """A decision as `find` tells it."""
     found, scores, names = decision.identified.tasks, decision.identified.scores, decision.identified.names
-    answers: list[list[dict[str, Any]]] = [[] for _ in images]
+    answers: list[list[dict[str, Any]]] = [[] for _ in found]
     for name, (rows, output) in decision.outputs.items():
         for row, one in zip(rows, probabilities(output.cpu()), strict=True):
             if decision.best[row] == name:
-                answers[row] = best(one, net.tasks[name].classes, top)
+                answers[row] = best(one, classes[name], top)
     routes = [
         [{"task": a["class"], "score": a["probability"]} for a in best(row, names, tasks)] for row in scores.cpu()
     ]

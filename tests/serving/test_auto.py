@@ -1,0 +1,75 @@
+"""`POST /v1/predict/auto`: the task of an image is found, over HTTP as offline."""
+
+import pytest
+import torch
+from fastapi.testclient import TestClient
+from services import new_store, picture
+
+from bitgraft.network import Network
+from bitgraft.runtime.identify.fitting import calibrated, fit_description
+from bitgraft.serving.app import make_app
+from bitgraft.serving.auto import find
+from bitgraft.serving.engine import Service
+from bitgraft.serving.library import Library
+from bitgraft.serving.metrics import Metrics
+from bitgraft.serving.refusals import Refusal
+from bitgraft.serving.settings import Settings
+from bitgraft.workflows import identification
+
+NAMES = ("birds", "cars")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """Tasks whose images are noise of two strengths; the third has no description."""
+    store, net = new_store(tmp_path_factory.mktemp("auto"), (*NAMES, "silent"))
+    net.eval()
+    for seed, name in enumerate(NAMES):
+        images = (1 + 4 * seed) * torch.randn(40, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
+        features = net.features(images)
+        found = fit_description(features, torch.arange(40) % 4, 4, 4)
+        with torch.no_grad():
+            net.tasks[name].description = calibrated(found, features, net(images, task=name))
+        net.save_task(name, store.path(name))
+    held = Library(store, Network(net.backbone))
+    held.scan()
+    return held, net
+
+
+def test_it_finds_what_is_found_offline(library):
+    held, net = library
+    data = [picture(3), picture(4)]
+    said = find(held, data, 2, 1_000_000)
+    offline = identification.find(net, [identification.prepare(net, one) for one in data], top=2)
+    assert [one["task"] for one in said] == [one["task"] for one in offline]
+    for one, other in zip(said, offline, strict=True):
+        assert {guess["task"] for guess in one["route"]} == set(NAMES)
+        assert [guess["score"] for guess in one["route"]] == pytest.approx(
+            [g["score"] for g in other["route"]], abs=1e-4
+        )
+        assert len(one["answers"]) == (0 if one["task"] is None else 2)
+
+
+def test_over_http(library):
+    class Finding(Service):
+        settings, metrics = Settings(store="store"), Metrics()
+
+        async def find(self, images, top):
+            return find(library[0], images, top, 1_000_000)
+
+    said = TestClient(make_app(Finding())).post("/v1/predict/auto", content=picture(3)).json()
+    assert said["images"][0]["route"][0]["task"] in NAMES
+    refused = TestClient(
+        make_app(type("Silent", (Service,), {"settings": Settings(store="store"), "metrics": Metrics()})())
+    )
+    assert refused.post("/v1/predict/auto", content=picture(3)).status_code == 501
+
+
+def test_a_store_without_descriptions_says_so(tmp_path):
+    store, net = new_store(tmp_path)
+    held = Library(store, Network(net.backbone))
+    held.scan()
+    with pytest.raises(Refusal) as refused:
+        find(held, [picture(3)], 2, 1_000_000)
+    assert refused.value.status == 409
+    assert "bitgraft describe" in refused.value.sentence
