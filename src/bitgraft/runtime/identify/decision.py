@@ -15,7 +15,7 @@ from bitgraft.runtime.identify.scorers import Likelihood, energy, typicality
 from bitgraft.task import Task
 
 RUNS = 3  # tasks that are run for an image
-WEIGHT = 10.0  # nats of the route's log-likelihood that a deviation of a task's own energy is worth
+WEIGHT = 40.0  # nats of the route's log-likelihood that a deviation of a task's own energy is worth
 TEMPERATURE = 20.0  # nats; features are far from independent, so their likelihoods are too sure
 
 
