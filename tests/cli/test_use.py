@@ -172,7 +172,6 @@ def test_predict_answers_the_rest_when_one_cannot_be_read(run, tmp_path):
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
-        (("predict", SHOT), 2, "give --task NAME or --all-tasks; the store has colours, hues"),
         (("predict", SHOT, "--task", "hues", "--all-tasks"), 2, "exclude each other"),
         (("predict", SHOT, "--task", "shapes"), 1, "has no task 'shapes'; it has colours, hues"),
         (("predict", SHOT, "--task", "hues", "--top", "0"), 2, "top"),
