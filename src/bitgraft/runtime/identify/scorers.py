@@ -18,6 +18,9 @@ from bitgraft.format.description import Calibration, Description
 class Scorer(ABC):
     """Descriptions of T tasks, stacked on a device with zeros where one has fewer classes or a lower rank."""
 
+    whitens = True
+    """Coordinates count by their variances."""
+
     def __init__(self, descriptions: Sequence[Description], device: torch.device | str = "cpu") -> None:
         rank, classes = (max(d.classes.shape[i] for d in descriptions) for i in (1, 0))
 
@@ -32,8 +35,12 @@ class Scorer(ABC):
         self.noise = stack([d.noise for d in descriptions], 1)[:, 0]
         self.ranks = torch.tensor([len(d.basis) for d in descriptions], device=device)
         self.counts = torch.tensor([len(d.classes) for d in descriptions], device=device)
-        self._absent = torch.arange(classes, device=device) >= self.counts[:, None]
+        self._scale = self.variances.rsqrt() if self.whitens else torch.ones_like(self.variances)
+        self._means = self.classes * self._scale[:, None]  # (T, classes, rank)
+        absent = torch.arange(classes, device=device) >= self.counts[:, None]
+        self._squares = self._means.square().sum(2).masked_fill(absent, math.inf)[:, None]  # (T, 1, classes)
         self._centre = torch.einsum("trf,tf->tr", self.basis, self.mean)
+        self._lengths = self.mean.square().sum(1)
 
     @abstractmethod
     def __call__(self, features: Tensor) -> Tensor:
@@ -42,24 +49,24 @@ class Scorer(ABC):
     def projected(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Coordinates in each task's basis, (N, T, rank), and the squared length of what lies outside, (N, T)."""
         inside = (features @ self.basis.flatten(0, 1).T).view(-1, *self._centre.shape) - self._centre
-        apart = features.square().sum(1, keepdim=True) - 2 * features @ self.mean.T + self.mean.square().sum(1)
+        apart = features.square().sum(1, keepdim=True) - 2 * features @ self.mean.T + self._lengths
         return inside, (apart - inside.square().sum(2)).clamp_min(0)
 
-    def distances(self, inside: Tensor, scale: Tensor) -> Tensor:
-        """Squared, to each class mean, (N, T, classes), coordinates multiplied by `scale`; infinite for no class."""
-        scaled = (inside * scale).transpose(0, 1)  # (T, N, rank)
-        means = self.classes * scale[:, None]  # (T, classes, rank)
-        squares = scaled.square().sum(2, keepdim=True) + means.square().sum(2)[:, None]
-        found = torch.baddbmm(squares, scaled, means.transpose(1, 2), alpha=-2).clamp_min(0)
-        return found.masked_fill(self._absent[:, None], math.inf).transpose(0, 1)
+    def distances(self, inside: Tensor) -> Tensor:
+        """Squared, to each class mean, (N, T, classes); infinite where a task has fewer classes."""
+        scaled = (inside * self._scale).transpose(0, 1)  # (T, N, rank)
+        squares = scaled.square().sum(2, keepdim=True) + self._squares
+        return torch.baddbmm(squares, scaled, self._means.transpose(1, 2), alpha=-2).clamp_min(0).transpose(0, 1)
 
 
 class NearestMean(Scorer):
     """Minus the squared distance to the nearest class mean, in all directions alike."""
 
+    whitens = False
+
     def __call__(self, features: Tensor) -> Tensor:
         inside, outside = self.projected(features)
-        return -(self.distances(inside, torch.ones_like(self.variances)).amin(2) + outside)
+        return -(self.distances(inside).amin(2) + outside)
 
 
 class Mahalanobis(Scorer):
@@ -67,7 +74,7 @@ class Mahalanobis(Scorer):
 
     def __call__(self, features: Tensor) -> Tensor:
         inside, outside = self.projected(features)
-        return -(self.distances(inside, self.variances.rsqrt()).amin(2) + outside / self.noise)
+        return -(self.distances(inside).amin(2) + outside / self.noise)
 
 
 class RelativeMahalanobis(Scorer):
@@ -76,7 +83,7 @@ class RelativeMahalanobis(Scorer):
     def __call__(self, features: Tensor) -> Tensor:
         inside, _ = self.projected(features)
         spread = self.variances + self.classes.square().sum(1) / self.counts[:, None]
-        return (inside.square() / spread).sum(2) - self.distances(inside, self.variances.rsqrt()).amin(2)
+        return (inside.square() / spread).sum(2) - self.distances(inside).amin(2)
 
 
 class Likelihood(Scorer):
@@ -88,7 +95,7 @@ class Likelihood(Scorer):
     def __call__(self, features: Tensor) -> Tensor:
         inside, outside = self.projected(features)
         volume = self.variances.log().sum(1) + (self.width - self.ranks) * self.noise.log()
-        mixture = (-self.distances(inside, self.variances.rsqrt()) / 2).logsumexp(2) - self.counts.log()
+        mixture = (-self.distances(inside) / 2).logsumexp(2) - self.counts.log()
         return mixture - (outside / self.noise + volume) / 2
 
 
