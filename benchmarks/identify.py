@@ -85,8 +85,8 @@ class Trial:
             for name in self.tasks:
                 logits = self._collection.logits(name, domain)[part].float()
                 known = self.descriptions[name].calibrated
-                energy = (scorers.energy(logits) - known.logit_mean) / known.logit_std
-                ways = {"softmax": logits.softmax(1).amax(1), "energy": scorers.energy(logits), "standard": energy}
+                certain = scorers.certainty(scorers.energy(logits), known)
+                ways = {"softmax": logits.softmax(1).amax(1), "energy": scorers.energy(logits), "certainty": certain}
                 columns.append(ways[what])
             found[domain] = torch.stack(columns, 1)
         return found
@@ -99,7 +99,7 @@ class Trial:
 
     def decided(self, part: str = "test", weight: float = WEIGHT) -> tuple[Scores, Scores]:
         """What `bitgraft.runtime.identify.decision` decides by: scores of the tasks that run, and typicality."""
-        route, own = self.ran(self.route(scorers.Likelihood, part), part), self.own("standard", part)
+        route, own = self.ran(self.route(scorers.Likelihood, part), part), self.own("certainty", part)
         known = [self.descriptions[name].calibrated for name in self.tasks]
         centre, scale = (torch.tensor([getattr(c, f"route_{how}") for c in known]) for how in ("mean", "std"))
         threshold = torch.tensor([c.threshold for c in known])
@@ -185,7 +185,7 @@ def stage_two(trials: Sequence[Trial]) -> Iterator[str]:
     ways: dict[str, Callable[[Trial], Scores]] = {
         "maximum softmax": lambda trial: trial.own("softmax"),
         "energy": lambda trial: trial.own("energy"),
-        "energy, standardised": lambda trial: trial.own("standard"),
+        "energy, standardised": lambda trial: trial.own("certainty"),
         "nearest mean": lambda trial: trial.ran(trial.route(scorers.NearestMean)),
         "Mahalanobis++": lambda trial: trial.ran(trial.route(scorers.Mahalanobis)),
         "route (likelihood)": lambda trial: trial.ran(trial.route(scorers.Likelihood)),

@@ -85,7 +85,7 @@ def _union(
     route, outputs = scorers.Likelihood(descriptions)(seen), [_logits(layer, seen) for layer, _ in tasks]
     for i, (output, description) in enumerate(zip(outputs, descriptions, strict=True)):
         known = description.calibrated
-        route[:, i] += WEIGHT * (scorers.energy(output) - known.logit_mean) / known.logit_std
+        route[:, i] += WEIGHT * scorers.certainty(scorers.energy(output), known)
     which = (route / TEMPERATURE).log_softmax(1)
     every = torch.cat([output.log_softmax(1) + which[:, i, None] for i, output in enumerate(outputs)], 1)
     within = torch.stack([output.argmax(1) for output in outputs], 1).gather(1, (truth // per)[:, None])[:, 0]

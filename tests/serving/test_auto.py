@@ -51,18 +51,18 @@ def test_it_finds_what_is_found_offline(library):
 
 
 def test_over_http(library):
-    class Finding(Service):
-        settings, metrics = Settings(store="store"), Metrics()
+    held, _ = library
 
+    class Silent(Service):
+        settings, metrics = Settings(store=held.store.folder), Metrics()
+
+    class Finding(Silent):
         async def find(self, images, top):
-            return find(library[0], images, top, 1_000_000)
+            return find(held, images, top, 1_000_000)
 
     said = TestClient(make_app(Finding())).post("/v1/predict/auto", content=picture(3)).json()
     assert said["images"][0]["route"][0]["task"] in NAMES
-    refused = TestClient(
-        make_app(type("Silent", (Service,), {"settings": Settings(store="store"), "metrics": Metrics()})())
-    )
-    assert refused.post("/v1/predict/auto", content=picture(3)).status_code == 501
+    assert TestClient(make_app(Silent())).post("/v1/predict/auto", content=picture(3)).status_code == 501
 
 
 def test_a_store_without_descriptions_says_so(tmp_path):

@@ -11,7 +11,7 @@ from bitgraft.backbone.anatomy import Anatomy
 from bitgraft.errors import TaskError
 from bitgraft.format.description import Description
 from bitgraft.runtime.identify.features import PlainFeatures
-from bitgraft.runtime.identify.scorers import Likelihood, energy, typicality
+from bitgraft.runtime.identify.scorers import Likelihood, certainty, energy, typicality
 from bitgraft.task import Task
 
 RUNS = 3  # tasks that are run for an image
@@ -70,7 +70,7 @@ class Identifier:
             if len(rows):
                 output, known = run(name, images[name][rows]), tasks[name].description.calibrated  # type: ignore[union-attr]
                 own = energy(output)
-                scores[rows, i] = route[rows, i] + WEIGHT * (own - known.logit_mean) / known.logit_std
+                scores[rows, i] = route[rows, i] + WEIGHT * certainty(own, known)
                 typical[rows, i] = typicality(route[rows, i], own, known) - known.threshold
                 outputs[name] = rows.tolist(), output
         chosen = scores.argmax(1)

@@ -104,10 +104,14 @@ def energy(logits: Tensor) -> Tensor:
     return logits.float().flatten(1).logsumexp(1)
 
 
+def certainty(own: Tensor, calibration: Calibration) -> Tensor:
+    """A task's energy in deviations of its validation images. Above them it counts no further: strange images may."""
+    return ((own - calibration.logit_mean) / calibration.logit_std).clamp_max(1.0)
+
+
 def typicality(route: Tensor, own: Tensor, calibration: Calibration) -> Tensor:
     """How usual an image is for a task, in deviations of its validation images: features and logits together."""
-    features = (route - calibration.route_mean) / calibration.route_std
-    return features + (own - calibration.logit_mean) / calibration.logit_std
+    return (route - calibration.route_mean) / calibration.route_std + certainty(own, calibration)
 
 
 def _padded(tensor: Tensor, shape: Sequence[int], value: float) -> Tensor:
