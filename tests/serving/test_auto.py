@@ -14,6 +14,7 @@ from bitgraft.serving.library import Library
 from bitgraft.serving.metrics import Metrics
 from bitgraft.serving.refusals import Refusal
 from bitgraft.serving.settings import Settings
+from bitgraft.serving.tracing import Tracing
 from bitgraft.workflows import identification
 
 NAMES = ("birds", "cars")
@@ -54,7 +55,7 @@ def test_over_http(library):
     held, _ = library
 
     class Silent(Service):
-        settings, metrics = Settings(store=held.store.folder), Metrics()
+        settings, metrics, tracing = Settings(store=held.store.folder), Metrics(), Tracing(None)
 
     class Finding(Silent):
         async def find(self, images, top):
