@@ -42,7 +42,7 @@ def curve(axes: Any, store: Store) -> None:
     axes.set_xscale("symlog", linthresh=0.25, linscale=0.5)
     axes.set_xticks([0, 0.25, 1, 4, 32], ["0", "¼", "1", "4", "32"])
     axes.set_xticks([], minor=True)
-    axes.set(xlabel="bits per weight that a task adds", ylabel="accuracy on held-out digits, %", xlim=(-0.12, 70))
+    axes.set(xlabel="bits per weight that a task adds", ylabel="accuracy on held-out digits, %", xlim=(-0.2, 70))
     axes.margins(y=0.18)
 
 
@@ -52,14 +52,14 @@ def answers(axes: Any, store: Store, net: Any, data: str, place: int) -> None:
     images = splits.test
     assert images is not None
     seen = ImageDataset(images, Preprocessing.from_dict(task.metadata.preprocessing))
-    i = len(images) * (2 * place + 1) // 9
+    i = len(images) * 2 * place // demo.SHOWN  # every other one of those that the demo shows
     with torch.no_grad():
         said = splits.classes[int(net.eval()(seen[i][0][None], task=task.name).argmax())]
     truth = splits.classes[images.labels[i]]
     axes.imshow(load(images.source[i], channels=1), cmap="gray")
     axes.set_axis_off()
     right = said == truth
-    text = f"{said} ✓" if right else f"{said} ✗, is {truth}"
+    text = f"{said} ✓" if right else f"{said} ✗\nis {truth}"
     axes.set_title(text, fontsize=9, color=COLOURS[2] if right else COLOURS[6], pad=3)
 
 
