@@ -25,6 +25,10 @@ def build(num_classes=5, width=8):
 
 def other():
     return build(width=12)
+
+
+def wide():
+    return build(width=160)
 """
 NET = "own_net:build"
 COLOURS = {"blue": (40, 40, 200), "green": (40, 200, 40), "red": (200, 40, 40)}
