@@ -173,7 +173,7 @@ class Task(nn.Module):
             return
         weights, bits = sum(one.weight.shape.numel() for one in levels), self.metadata.options["bits"]
         if others is None:
-            norms = sum(len(tensor) for name, tensor in self.owned.items() if name in self.anatomy.norm_of)
+            norms = sum(tensor.numel() for name, tensor in self.owned.items() if name in self.anatomy.norm_of)
             others = 8 * 64 * len(self.anatomy.places) / 3 + 4 * norms / 2
         spend(levels, max(0.0, bits * weights - others))
 

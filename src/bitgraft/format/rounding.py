@@ -20,6 +20,7 @@ from bitgraft.transforms.masked import Masked
 STEPS = 255
 FINE = 1 / 32  # a norm's steps, as a share of the size of its scale
 ATTEMPTS = 12
+ROOM = 256  # bytes for metrics that are noted afterwards
 Parts = dict[str, dict[str, Tensor]]
 
 
@@ -80,7 +81,7 @@ def _cost(task: Task, weights: int) -> float:
     for name, parts in steps.items():
         tensors |= {f"{name}:{part}": tensor.cpu() for part, tensor in parts.items()}
     shapes = {**archive.shapes, **{name: tuple(parts["levels"].shape) for name, parts in steps.items()}}
-    size = len(to_bytes(replace(archive, tensors=tensors, shapes=shapes, format=2)))
+    size = ROOM + len(to_bytes(replace(archive, tensors=tensors, shapes=shapes, format=2)))
     size -= sum(tensor.nbytes for key, tensor in tensors.items() if key in head or key.startswith(HEAD))
     return 8 * size / weights
 

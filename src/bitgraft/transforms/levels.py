@@ -11,6 +11,7 @@ from bitgraft.errors import TaskError
 from bitgraft.transforms.base import Transform, Weight, expect, widened
 
 MOST = 127  # steps to either side
+NO_STEP = 1e30  # a cell so wide that nothing takes a step
 DEAD = 0.65  # of a cell: a change that is smaller takes no step (0.5 would be plain rounding)
 
 
@@ -56,7 +57,7 @@ class Levels(Transform):
         super().__init__()
         self.weight = weight
         self.register_parameter("scores", None if scores is None else nn.Parameter(scores))
-        self.register_buffer("cell", None if scores is None else torch.tensor(math.inf, device=scores.device))
+        self.register_buffer("cell", None if scores is None else torch.tensor(NO_STEP, device=scores.device))
         self.register_buffer("levels", None)
         self.register_buffer("step", None)
 
@@ -150,4 +151,4 @@ def spend(levels: Sequence[Levels], budget: float, sample: int = 1 << 11) -> Non
         low, high = torch.where(over, middle, low), torch.where(over, high, middle)
     for one, size in zip(levels, sizes, strict=True):
         assert one.cell is not None
-        one.cell.copy_(torch.where(size > 0, 2**high * size, math.inf))
+        one.cell.copy_(torch.where(size > 0, 2**high * size, NO_STEP))
