@@ -39,6 +39,7 @@ class Task(nn.Module):
         self.preset = "default"  # what `fit` takes its settings from
         self.holds_statistics = False  # norm layers normalise by running statistics in training, too, and leave them
         self.description: Description | None = None  # of its inputs, for finding the task of an image
+        self._others: float | None = None  # bits that a file takes besides its levels, once that is known
         self.is_compact = False  # rounded to what a small file holds (`bitgraft.compact`)
         self.revision = 0  # counts the times that tensors were exchanged for others, not merely written to
         self.train_forwards = 0  # runs with gradients: an optimiser may have written since
@@ -172,9 +173,10 @@ class Task(nn.Module):
         if not (levels := self.learned_levels()):
             return
         weights, bits = sum(one.weight.shape.numel() for one in levels), self.metadata.options["bits"]
-        if others is None:
-            norms = sum(tensor.numel() for name, tensor in self.owned.items() if name in self.anatomy.norm_of)
-            others = 8 * 64 * len(self.anatomy.places) / 3 + 4 * norms / 2
+        self._others = others if others is not None else self._others
+        if (others := self._others) is None:
+            norms = [p for name, p in self.owned.items() if name in self.anatomy.norm_of and isinstance(p, nn.Parameter)]
+            others = 8 * (1000 + 86 * (len(levels) + len(norms))) + 5 * sum(p.numel() for p in norms)
         spend(levels, max(0.0, bits * weights - others))
 
     def exchange(self, gone: Iterable[str], transforms: Mapping[str, Transform]) -> None:

@@ -89,7 +89,7 @@ def test_training_ends_with_the_bits_asked_for(tmp_path):
 def test_what_bits_cannot_be_is_refused(tmp_path):
     net = Network(tiny())
     for bits in (0, 5, "few", float("nan")):
-        with pytest.raises(TaskError, match="bits=.*: give a number from"):
+        with pytest.raises(TaskError, match=r"bits=.*: give a number from"):
             net.add_task("small", classes=2, bits=bits)
     with pytest.raises(TaskError, match="method 'simple' has no option 'bits'"):
         net.add_task("small", classes=2, method="simple", bits=1)

@@ -14,7 +14,7 @@ from bitgraft.backbone.layers import COUNTER
 from bitgraft.compression.distil import CALIBRATION, calibrate
 from bitgraft.compression.input_means import input_means, output_scale
 from bitgraft.compression.source import Classes, Finetuned, opened, values
-from bitgraft.format.rounding import compact
+from bitgraft.format.rounding import compact, meet
 from bitgraft.methods import registry
 from bitgraft.network import Network
 from bitgraft.task import Task
@@ -94,6 +94,7 @@ def compress(
         try:
             measure("finetuned", copy.name)
             if calibrate_on is not None:
+                meet(made.task)
                 made.history = calibrate(net, name, copy.name, calibrate_on, config, callbacks, workers)
             compact(made.task)
             measure("compressed" if calibrate_on is None else "calibrated", name)

@@ -34,7 +34,7 @@ def compact(task: Task) -> Task:
     steps from the backbone's. Nothing that is saved or loaded afterwards is rounded again.
     """
     if task.learned_levels():
-        _meet(task)
+        meet(task)
     task.freeze()
     if registry.get(task.metadata.method).owns_everything:
         return task  # a copy of the network, for which no bits are saved
@@ -54,7 +54,8 @@ def compact(task: Task) -> Task:
     return task
 
 
-def _meet(task: Task) -> None:
+@torch.no_grad()
+def meet(task: Task) -> None:
     """Choose cells with which the file, head apart, takes the bits asked for or up to 3 % less."""
     bits, weights = task.metadata.options["bits"], sum(one.weight.shape.numel() for one in task.learned_levels())
     low, high, others = 0.97 * bits, 0.997 * bits, None
