@@ -175,7 +175,9 @@ class Task(nn.Module):
         weights, bits = sum(one.weight.shape.numel() for one in levels), self.metadata.options["bits"]
         self._others = others if others is not None else self._others
         if (others := self._others) is None:
-            norms = [p for name, p in self.owned.items() if name in self.anatomy.norm_of and isinstance(p, nn.Parameter)]
+            norms = [
+                p for name, p in self.owned.items() if name in self.anatomy.norm_of and isinstance(p, nn.Parameter)
+            ]
             others = 8 * (1000 + 86 * (len(levels) + len(norms))) + 5 * sum(p.numel() for p in norms)
         spend(levels, max(0.0, bits * weights - others))
 
