@@ -60,6 +60,7 @@ def signed(net: Network, copy: Task, per_channel: bool) -> Task:
 def measured(net: Network, copy: Task, row: str, data: str) -> dict[str, Any]:
     """Accuracy and size of one row for one copy."""
     splits = open_data(data, seed=0)
+    assert splits.test is not None
     preprocessing = Preprocessing.from_dict(copy.metadata.preprocessing)
     begun, test = time.process_time(), ImageDataset(splits.test, preprocessing)
     if row in SIGNS:
@@ -76,9 +77,9 @@ def measured(net: Network, copy: Task, row: str, data: str) -> dict[str, Any]:
     return {"accuracy": accuracy, "bits": bits, "processor_seconds": round(spent, 1)}
 
 
-def missing(rows: list[dict[str, Any]], domains: list[str]) -> Iterator[tuple[str, str]]:
+def missing(rows: list[dict[str, Any]], domains: list[str], wanted: list[str]) -> Iterator[tuple[str, str]]:
     there = {(row["row"], row["domain"]) for row in rows}
-    yield from ((row, name) for name in domains for row in ROWS if (row, name) not in there)
+    yield from ((row, name) for row in wanted for name in domains if (row, name) not in there)
 
 
 def shares(results: dict[str, Any], row: str) -> list[float | None]:
@@ -124,6 +125,7 @@ def main() -> None:
     parser.add_argument("root", type=Path, nargs="?", help="the folder with decathlon-mini/ and sketches/")
     parser.add_argument("copies", type=Path, nargs="?", help="a store of fine-tuned copies")
     parser.add_argument("--domains", nargs="+", default=list(DOMAINS))
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--draw", action="store_true", help="only the table and the figure, from what is there")
     given = parser.parse_args()
@@ -133,7 +135,7 @@ def main() -> None:
             parser.error("say where the data and the copies are")
         store = Store(given.copies)
         net = store.network()
-        for row, name in missing(results["rows"], given.domains):
+        for row, name in missing(results["rows"], given.domains, given.rows):
             copy = net.tasks[name] if name in net.tasks else store.load(net, name)
             within = DOMAINS[name]
             data = f"{given.root}/decathlon-mini:{within}" if within else str(given.root / name)

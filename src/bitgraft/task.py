@@ -13,7 +13,7 @@ from bitgraft.backbone.anatomy import Anatomy
 from bitgraft.backbone.files import check_name as check_name
 from bitgraft.errors import TaskError
 from bitgraft.transforms.base import Prunable, Transform, widened
-from bitgraft.transforms.levels import Levels, spend
+from bitgraft.transforms.levels import Levels, keep_to
 from bitgraft.transforms.masked import Masked, transformed
 from bitgraft.transforms.shared_masks import own_mask
 
@@ -163,23 +163,12 @@ class Task(nn.Module):
     def learned_levels(self) -> list[Levels]:
         return [one for one in self.transforms.values() if isinstance(one, Levels) and one.scores is not None]
 
-    def levels_cost(self) -> float:
-        """The bits that levels which learn take for each of their weights."""
-        levels = self.learned_levels()
-        return sum(one.bits() for one in levels) / max(1, sum(one.weight.shape.numel() for one in levels))
-
     def spend(self, others: float | None = None) -> None:
-        """Let levels that learn take the bits that the task may cost, less those that others take, or about take."""
-        if not (levels := self.learned_levels()):
-            return
-        weights, bits = sum(one.weight.shape.numel() for one in levels), self.metadata.options["bits"]
+        """Let levels that learn take the bits that the task may cost, less those that others take in its file."""
         self._others = others if others is not None else self._others
-        if (others := self._others) is None:
-            norms = [
-                p for name, p in self.owned.items() if name in self.anatomy.norm_of and isinstance(p, nn.Parameter)
-            ]
-            others = 8 * (1000 + 86 * (len(levels) + len(norms))) + 5 * sum(p.numel() for p in norms)
-        spend(levels, max(0.0, bits * weights - others))
+        if levels := self.learned_levels():
+            vectors = [p for n, p in self.owned.items() if n in self.anatomy.norm_of and isinstance(p, nn.Parameter)]
+            keep_to(levels, self.metadata.options["bits"], vectors, self._others)
 
     def exchange(self, gone: Iterable[str], transforms: Mapping[str, Transform]) -> None:
         """Have transforms in the place of tensors owned outright."""

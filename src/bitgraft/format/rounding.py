@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from bitgraft.backbone.anatomy import describe
 from bitgraft.errors import TaskError
-from bitgraft.format.archive import HEAD, pack_task, to_bytes
+from bitgraft.format.archive import pack_task, to_bytes
 from bitgraft.format.compact import PARTS
+from bitgraft.format.header import HEAD
 from bitgraft.methods import registry
 from bitgraft.task import Task
 from bitgraft.transforms.levels import MOST, Levels
@@ -64,7 +65,7 @@ def meet(task: Task) -> None:
         if low <= found <= high:
             return
         if others is None:  # what the file takes besides
-            others = weights * (found - task.levels_cost())
+            others = weights * found - sum(one.bits() for one in task.learned_levels())
         else:
             others += weights * (found - (low + high) / 2)
         task.spend(others)

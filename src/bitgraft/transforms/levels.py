@@ -129,6 +129,23 @@ class Levels(Transform):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+def keep_to(levels: Sequence[Levels], bits: float, vectors: Sequence[Tensor], others: float | None) -> None:
+    """Choose the cells so that a file takes so many bits for each weight, of which others take some.
+
+    As long as it is not known how many, a file's header has about 1000 bytes and 86 for each tensor, and norm layers
+    take 5 bits for each value.
+    """
+    weights = sum(one.weight.shape.numel() for one in levels)
+    if others is None:
+        others = 8 * (1000 + 86 * (len(levels) + len(vectors))) + 5 * sum(vector.numel() for vector in vectors)
+        if others >= bits * weights:
+            raise TaskError(
+                f"bits={bits} cannot be met: norm layers and the header alone take about {others / weights:.2f} bits "
+                f"for each of {weights:,} weights; give more bits, or norms=False"
+            )
+    spend(levels, max(0.0, bits * weights - others))
+
+
 @torch.no_grad()
 def spend(levels: Sequence[Levels], budget: float, sample: int = 1 << 11) -> None:
     """Choose the cells so that all Q together take about so many bits, judged by a sample of each weight.
