@@ -99,5 +99,6 @@ def test_what_bits_cannot_be_is_refused(tmp_path):
     net.add_task("small", classes=2, bits=1)
     with pytest.raises(TaskError, match="bits=1 cannot be met: norm layers and the header alone take"):
         compact(net.tasks["small"])
+    net.add_task("other", classes=2, bits=1)
     with pytest.raises(TaskError, match="bits=1 cannot be met"):
-        fit(net, "small", TensorDataset(batch(8), torch.arange(8) % 2), progress=False)
+        fit(net, "other", TensorDataset(batch(8), torch.arange(8) % 2), progress=False)

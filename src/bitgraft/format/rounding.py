@@ -59,21 +59,24 @@ def compact(task: Task) -> Task:
 def meet(task: Task) -> None:
     """Choose cells with which the file, head apart, takes the bits asked for or up to 3 % less."""
     bits, weights = task.metadata.options["bits"], sum(one.weight.shape.numel() for one in task.learned_levels())
-    low, high, others = 0.97 * bits, 0.997 * bits, None
+    low, high, fits = 0.97 * bits, 0.997 * bits, dict[float, float]()
+    if low <= (found := _cost(task, weights)) <= high:
+        return
+    others = weights * found - sum(one.bits() for one in task.learned_levels())  # what the file takes besides
     for _ in range(ATTEMPTS):
+        task.spend(others)
         found = _cost(task, weights)
+        if found <= high:
+            fits[found] = others
         if low <= found <= high:
             return
-        if others is None:  # what the file takes besides
-            others = weights * found - sum(one.bits() for one in task.learned_levels())
-        else:
-            others += weights * (found - (low + high) / 2)
-        task.spend(others)
-    if (found := _cost(task, weights)) > bits:
+        others += weights * (found - (low + high) / 2)
+    if not fits:
         raise TaskError(
             f"bits={bits} cannot be met: norm layers and the header alone take {found:.2f} bits for each of "
             f"{weights:,} weights; give more bits, or norms=False"
         )
+    task.spend(fits[max(fits)])  # changes that are all of one size leave no choice in between
 
 
 def _cost(task: Task, weights: int) -> float:
