@@ -86,7 +86,7 @@ def _cost(task: Task, weights: int) -> float:
     for name, parts in steps.items():
         tensors |= {f"{name}:{part}": tensor.cpu() for part, tensor in parts.items()}
     shapes = {**archive.shapes, **{name: tuple(parts["levels"].shape) for name, parts in steps.items()}}
-    size = ROOM + len(to_bytes(replace(archive, tensors=tensors, shapes=shapes, format=2)))
+    size = ROOM + len(to_bytes(replace(archive, tensors=tensors, shapes=shapes, format=2, description=None)))
     size -= sum(tensor.nbytes for key, tensor in tensors.items() if key in head or key.startswith(HEAD))
     return 8 * size / weights
 
