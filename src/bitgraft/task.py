@@ -13,6 +13,7 @@ from bitgraft.backbone.anatomy import Anatomy
 from bitgraft.backbone.files import check_name as check_name
 from bitgraft.errors import TaskError
 from bitgraft.transforms.base import Prunable, Transform, widened
+from bitgraft.transforms.levels import Levels, keep_to
 from bitgraft.transforms.masked import Masked, transformed
 from bitgraft.transforms.shared_masks import own_mask
 
@@ -38,6 +39,7 @@ class Task(nn.Module):
         self.preset = "default"  # what `fit` takes its settings from
         self.holds_statistics = False  # norm layers normalise by running statistics in training, too, and leave them
         self.description: Description | None = None  # of its inputs, for finding the task of an image
+        self._others: float | None = None  # bits that a file takes besides its levels, once that is known
         self.is_compact = False  # rounded to what a small file holds (`bitgraft.compact`)
         self.revision = 0  # counts the times that tensors were exchanged for others, not merely written to
         self.train_forwards = 0  # runs with gradients: an optimiser may have written since
@@ -152,10 +154,27 @@ class Task(nn.Module):
         self.revision += 1
 
     def set_hardness(self, hardness: float) -> None:
-        """How far masks that learn are on their way from W + R to bits (`Masked.hardness`)."""
+        """How far masks that learn are on their way from W + R to bits (`Masked.hardness`), and what they may cost."""
         for module in self._transforms.modules():
-            if isinstance(module, Masked):
+            if isinstance(module, Masked | Levels):
                 module.hardness = hardness
+        self.spend()
+
+    def learned_levels(self) -> list[Levels]:
+        return [one for one in self.transforms.values() if isinstance(one, Levels) and one.scores is not None]
+
+    def spend(self, others: float | None = None) -> None:
+        """Let levels that learn take the bits that the task may cost, less those that others take in its file."""
+        self._others = others if others is not None else self._others
+        if levels := self.learned_levels():
+            vectors = [p for n, p in self.owned.items() if n in self.anatomy.norm_of and isinstance(p, nn.Parameter)]
+            keep_to(levels, self.metadata.options["bits"], vectors, self._others)
+
+    def exchange(self, gone: Iterable[str], transforms: Mapping[str, Transform]) -> None:
+        """Have transforms in the place of tensors owned outright."""
+        self._owned = _holder({name: tensor for name, tensor in self.owned.items() if name not in set(gone)})
+        self._transforms.update({dotless(name): transform for name, transform in transforms.items()})
+        self.revision += 1
 
     def correct_mean_shift(self, means: Mapping[str, Tensor]) -> None:
         """Let what changes in a weight act on its inputs less their means, which are given by the weight's name.
@@ -167,9 +186,10 @@ class Task(nn.Module):
         self.revision += 1
 
     @torch.no_grad()
-    def _fold_mean_shift(self) -> None:
-        """Let the biases be what they have come to. The task's tensors stay the same to the last bit."""
-        if self.input_means:
+    def _fold_mean_shift(self, last: bool = False) -> None:
+        """Let the biases be what they have come to. The task's tensors stay the same to the last bit. Where cells of
+        levels may still change, biases follow them until the last."""
+        if self.input_means and (last or not self.learned_levels()):
             for name, bias in self._corrected_biases(self._tensors_as_held()).items():
                 self.owned[name].copy_(bias)
             self.correct_mean_shift({})
@@ -197,7 +217,7 @@ class Task(nn.Module):
 
     def freeze(self) -> "Task":
         """End of learning: masks become bits, nothing asks for a gradient. Outputs stay the same to the last bit."""
-        self._fold_mean_shift()
+        self._fold_mean_shift(last=True)
         for transform in self.transforms.values():
             transform.freeze()
         self.revision += 1

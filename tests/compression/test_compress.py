@@ -1,233 +1,74 @@
-"""Compression of fine-tuned copies: the closed form against slow references, and copies from wherever they come."""
+"""Compression of fine-tuned copies: what is found without data, and copies from wherever they come."""
 
-import itertools
 import json
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from images import NET, bitgraft, exit_code, furnish, photos
+from images import bitgraft, exit_code, furnish, photos
 from safetensors.torch import load_file, save_file
 from tiny import batch, learn, run, snapshot, tiny
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from bitgraft import BackboneError, Network, TaskError, compress
-from bitgraft.compression import nearest as closed
-from bitgraft.compression.compress import scores_of
 from bitgraft.compression.distil import CALIBRATION, Unlabelled, softened
+from bitgraft.compression.input_means import solved
 from bitgraft.errors import ClassesError, WrongBackboneError
+from bitgraft.format.inspect import inspect_file
 from bitgraft.store import Store
-from bitgraft.transforms.masked import START, Masked
+from bitgraft.transforms.base import Weight
+from bitgraft.transforms.levels import Levels
 
-FREE = (None, None, None, None)
-RULES = [FREE, (1.0, None, None, None), (None, None, None, 0.0), (0.0, 0.0, 0.0, 1.0), (1.0, None, None, 0.0)]
-
-
-# The closed form
+WIDE = 160  # so that the header of a file takes less than half a bit of each weight
 
 
-def columns(weight: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    return np.stack([weight, np.ones_like(weight), mask, weight * mask], 1)
+# What a layer takes in
 
 
-def slow_k(weight, target, mask, fixed) -> np.ndarray:
-    """k by least squares on the whole design matrix."""
-    basis, k = columns(weight, mask), np.array([0.0 if value is None else value for value in fixed])
-    free = [i for i, value in enumerate(fixed) if value is None]
-    if free:
-        k[free] = np.linalg.lstsq(basis[:, free], target - basis @ k, rcond=1e-5)[0]
-    return k
-
-
-def slow_error(weight, target, mask, fixed) -> float:
-    return float(np.square(target - columns(weight, mask) @ slow_k(weight, target, mask, fixed)).sum())
-
-
-def slow_mask(weight, target, k) -> list[bool]:
-    """For each weight by itself, whether a bit of 1 brings it nearer."""
-    both = [(k[0] * w + k[1], (k[0] + k[3]) * w + k[1] + k[2]) for w in weight]
-    return [abs(t - one) < abs(t - zero) for t, (zero, one) in zip(target, both, strict=True)]
-
-
-def error_of(weight: torch.Tensor, target: torch.Tensor, found: closed.Nearest) -> torch.Tensor:
-    w, m, k = weight.double(), found.mask.double(), found.k.double()[:, :, None]
-    return (target.double() - (k[0] * w + k[1] + k[2] * m + k[3] * w * m)).square().sum(1)
-
-
-values = st.floats(-2, 2, width=32).map(lambda v: round(v, 3))
-weights = st.lists(st.tuples(values, values), min_size=1, max_size=40).map(np.array)
-rules = st.sampled_from(RULES)
-some = settings(max_examples=40, deadline=None)
-
-
-def rows(pairs: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """W and T as matrices of one row."""
-    weight = torch.tensor(pairs[:, 0], dtype=torch.float32)[None]
-    return weight, weight + torch.tensor(pairs[:, 1], dtype=torch.float32)[None]
-
-
-@given(weights, rules, st.randoms(use_true_random=False))
-@some
-def test_k_for_a_mask_is_the_least_squares_solution(pairs, fixed, rng):
-    weight, target = rows(pairs)
-    mask = torch.tensor([[rng.random() < 0.5 for _ in pairs]])
-    w, d = weight.double(), (target.double() - weight.double())
-    under = torch.stack([(mask * part).sum(1) for part in (torch.ones_like(w), w, w * w, d, w * d)])
-    k = closed.solve(closed.sweep(weight, target)[0], under, fixed)[0].numpy() + np.array(START)
-    flat, wanted, bits = w[0].numpy(), target.double()[0].numpy(), mask[0].double().numpy()
-    reached = np.square(wanted - columns(flat, bits) @ k).sum()
-    assert reached <= slow_error(flat, wanted, bits, fixed) + 1e-9 * (1 + np.square(wanted).sum())
-    assert all(value is None or value == got for value, got in zip(fixed, k, strict=True))
-
-
-@given(weights, rules, st.sampled_from([0, 1, 2]))
-@some
-def test_turns_never_go_up(pairs, fixed, start):
-    weight, target = rows(pairs)
-    totals, _ = closed.sweep(weight, target)
-    sums, _ = closed.sweep(weight, target, closed.starts(totals)[start])
-    errors = []
-    for _ in range(6):
-        c = closed.solve(totals, sums, fixed)
-        sums, error = closed.sweep(weight, target, c)
-        errors.append(float(error))
-    assert all(later <= earlier + 1e-9 * (1 + earlier) for earlier, later in itertools.pairwise(errors))
-
-
-@given(weights, rules)
-@some
-def test_the_mask_is_the_best_for_its_k_and_margins_say_by_how_much(pairs, fixed):
-    weight, target = rows(pairs)
-    found = closed.nearest(weight, target, fixed)
-    k = found.k[:, 0].double().numpy()
-    w, t = weight[0].double().numpy(), target[0].double().numpy()
-    near = [abs(t - (k[0] + bit * k[3]) * w - k[1] - bit * k[2]) for bit in (0, 1)]
-    undecided = np.abs(near[0] - near[1]) < 1e-9
-    assert (np.array(slow_mask(w, t, k)) == found.mask[0].numpy())[~undecided].all()
-    middle = t - (k[0] + k[3] / 2) * w - k[1] - k[2] / 2
-    np.testing.assert_allclose(found.margin[0].numpy(), np.abs(middle), rtol=1e-5, atol=1e-6)
-
-
-@given(st.lists(st.tuples(values, values), min_size=1, max_size=7).map(np.array), rules)
-@some
-def test_no_mask_is_better_than_the_best_and_ours_is_no_worse_than_signs(pairs, fixed):
-    weight, target = rows(pairs)
-    w, t = weight[0].double().numpy(), target[0].double().numpy()
-    reached = float(error_of(weight, target, closed.nearest(weight, target, fixed)))
-    every = itertools.product([0.0, 1.0], repeat=len(w))
-    slack = 1e-5 * (1 + np.square(t).sum())
-    assert reached >= min(slow_error(w, t, np.array(bits), fixed) for bits in every) - slack
-    assert reached <= slow_error(w, t, (t - w > 0).astype(float), fixed) + slack
-
-
-def test_what_masks_can_say_exactly_is_found_exactly():
+@pytest.mark.parametrize("groups", [1, 4, 8])
+def test_means_of_inputs_follow_from_what_norms_say(groups):
     rng = torch.Generator().manual_seed(0)
-    weight = torch.randn(1, 5000, generator=rng)
-    mask = torch.rand(1, 5000, generator=rng) < 0.6
-    for k in ([1.0, -0.1, 0.2, 0.0], [0.9, 0.03, -0.1, 0.0], [0.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, -0.5]):
-        target = k[0] * weight + k[1] + k[2] * mask + k[3] * weight * mask
-        found = closed.nearest(weight, target, FREE)
-        assert float(error_of(weight, target, found)) < 1e-9 * float(target.square().sum())
-        assert torch.equal(found.mask, mask) or torch.equal(found.mask, ~mask)
+    weight = Weight("w", torch.Size((24, 8 // groups, 3, 3)), "conv", groups)
+    matrix = torch.randn(24, 8 // groups, generator=rng, dtype=torch.float64)
+    mean = torch.rand(groups, 8 // groups, generator=rng, dtype=torch.float64)
+    told = (matrix * mean.repeat_interleave(24 // groups, 0)).sum(1)
+    found = solved(weight, matrix, told)
+    assert torch.zeros(weight.shape).add(found).shape == weight.shape
+    expected = mean.repeat_interleave(24 // groups, 0) if groups > 1 else mean
+    torch.testing.assert_close(found[:, :, 0, 0].double(), expected, rtol=0, atol=0.01)
 
 
-def test_it_beats_one_scale_on_a_change_that_depends_on_the_weight():
-    """BitDelta has one scale: W ± mean|D|."""
-    rng = torch.Generator().manual_seed(0)
-    weight = torch.randn(1, 20_000, generator=rng)
-    change = torch.randn(1, 20_000, generator=rng) * (0.02 + 0.05 * weight.clamp(min=0)) - 0.05 * weight
-    reached = float(error_of(weight, weight + change, closed.nearest(weight, weight + change, FREE)))
-    assert reached < 0.7 * float((change - change.sign() * change.abs().mean()).square().sum())
+def test_where_norms_say_too_little_means_stay_near_the_guess():
+    weight = Weight("w", torch.Size((1, 50, 1, 1)), "conv")
+    found = solved(weight, torch.ones(1, 50).double(), torch.tensor([30.0]).double())
+    torch.testing.assert_close(found.flatten(), torch.full((50,), 0.6), rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("fixed", RULES)
-@pytest.mark.parametrize(
-    "pairs", [[[0.0, 0.0]], [[0.5, 0.1]] * 9, [[0.0, 0.3], [0.0, -0.2], [0.0, 0.4]], [[1e-30, 1.0]] * 2]
-)
-def test_degenerate_weights(pairs, fixed):
-    weight, target = rows(np.array(pairs))
-    found = closed.nearest(weight, target, fixed)
-    assert found.k.isfinite().all()
-    bits = (target[0] > weight[0]).double().numpy()
-    limit = slow_error(weight[0].double().numpy(), target[0].double().numpy(), bits, fixed)
-    assert float(error_of(weight, target, found)) <= limit + 1e-6
-
-
-def test_rows_are_fitted_each_by_itself_in_blocks_of_any_size(monkeypatch):
-    rng = torch.Generator().manual_seed(0)
-    weight = torch.randn(5, 33, generator=rng)
-    target = weight + 0.1 * torch.randn(5, 33, generator=rng)
-    together = closed.nearest(weight, target, FREE)
-    monkeypatch.setattr(closed, "BLOCK", 7)
-    for row in range(5):
-        alone = closed.nearest(weight[row : row + 1], target[row : row + 1], FREE)
-        assert float(error_of(weight, target, together)[row]) <= 1.001 * float(
-            error_of(weight[[row]], target[[row]], alone)
-        )
-        assert (together.mask[row] == alone.mask[0]).float().mean() > 0.9
-
-
-@pytest.mark.parametrize("threshold", [0.0, 5e-3, -1.0])
-def test_scores_have_the_mask_also_on_the_boundary(threshold):
-    mask, margin = torch.tensor([[True, False, True, False]]), torch.tensor([[0.0, 0.0, 1e-12, 2.0]])
-    assert torch.equal(scores_of(mask, margin, threshold) >= threshold, mask)
-
-
-def slow_turns(rest: list[float], step: list[float]) -> set[int]:
-    """Turn the cheapest bit that helps, again and again; stop where the cost was least."""
-    total, turned, paid = sum(rest), [], 0.0
-    best, least = set(), total**2
-    useful = [i for i in range(len(rest)) if step[i] * total > 0]
-    left = total
-    for i in sorted(useful, key=lambda i: step[i] * (step[i] - 2 * rest[i]) / abs(step[i])):
-        turned.append(i)
-        paid += step[i] * (step[i] - 2 * rest[i])
-        left -= step[i]
-        if paid + left**2 < least:
-            best, least = set(turned), paid + left**2
-    return best
-
-
-@given(weights, rules)
-@some
-def test_turned_bits_cancel_errors_as_the_slow_way_does(pairs, fixed):
-    weight, target = rows(pairs)
-    found = closed.nearest(weight, target, fixed)
-    turned = closed.balancing_flips(weight, target, found.k, found.mask)
-    k, w = found.k.double(), weight.double()
-    gap = k[3] * w + k[2]
-    rest = target.double() - (k[0] * w + k[1] + gap * found.mask)
-    expected = slow_turns(rest[0].tolist(), torch.where(found.mask, -gap, gap)[0].tolist())
-    slow = torch.tensor([[i in expected for i in range(len(pairs))]])
-    costs, sums = [], []
-    for bits in (found.mask, found.mask ^ turned, found.mask ^ slow):
-        left = target.double() - (k[0] * w + k[1] + gap * bits)
-        costs.append(float(left.square().sum() + left.sum() ** 2))
-        sums.append(abs(float(left.sum())))
-    assert costs[1] <= costs[0] + 1e-9
-    assert sums[1] <= sums[0] + 1e-9
-    assert costs[1] == pytest.approx(costs[2], abs=1e-9)
-
-
-def test_few_turns_cancel_the_errors_of_wide_filters(monkeypatch):
-    rng = torch.Generator().manual_seed(0)
-    weight = torch.randn(20, 600, generator=rng)
-    target = weight + 0.1 * torch.randn(20, 600, generator=rng) + 0.01 * torch.randn(20, 1, generator=rng)
-    found = closed.nearest(weight.view(1, -1), target.view(1, -1), FREE)
-    mask = found.mask.view(20, 600)
-    turned = closed.balancing_flips(weight, target, found.k, mask)
-    k = found.k.double()
-    before, after = (
-        target.double() - (k[0] * weight + k[1] + (k[2] + k[3] * weight) * bits) for bits in (mask, mask ^ turned)
-    )
-    assert after.sum(1).abs().max() < 0.1 < before.sum(1).abs().mean()
-    assert turned.float().mean() < 0.06
-    assert after.square().sum() < 1.05 * before.square().sum()
-    monkeypatch.setattr(closed, "ROWS_BLOCK", 700)
-    assert torch.equal(closed.balancing_flips(weight, target, found.k, mask), turned)
+@pytest.mark.parametrize("moved", [True, False])
+def test_means_come_through_rounding_without_data(moved):
+    """Both kinds of copy: norms with statistics of the new data, and norms whose bias made up for the change."""
+    net = Network(tiny(width=WIDE))
+    rng = torch.Generator().manual_seed(5)
+    images = 2 + 0.3 * batch(64)
+    state = {name: tensor.clone() for name, tensor in net.backbone.state_dict().items()}
+    change = state["stem.weight"].std() * torch.randn(state["stem.weight"].shape, generator=rng)
+    state["stem.weight"] += change
+    mean = images.mean((0, 2, 3)).view(1, 3, 1, 1)
+    if moved:
+        state["norm1.running_mean"] = (state["stem.weight"] * mean).flatten(1).sum(1)
+    else:
+        scale = state["norm1.weight"] * (state["norm1.running_var"] + 1e-5).rsqrt()
+        state["norm1.bias"] -= scale * (change * mean).flatten(1).sum(1)
+    copy = tiny(width=WIDE)
+    copy.load_state_dict(state)
+    compress(net, "small", state, bits=1.0)
+    with torch.no_grad():
+        inner = (slice(None), slice(None), slice(1, -1), slice(1, -1))  # padding has another mean
+        module = net.export("small")
+        wanted, got = (m.norm1(m.stem(images))[inner].mean((0, 2, 3)) for m in (copy.eval(), module))
+        module.norm1.load_state_dict(copy.norm1.state_dict())
+        plain = module.norm1(module.stem(images))[inner].mean((0, 2, 3))
+    assert (got - wanted).abs().mean() < 0.5 * (plain - wanted).abs().mean()
 
 
 # Copies
@@ -246,72 +87,63 @@ def finetuned(net: Network, outputs: int = 4) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def net() -> Network:
-    return Network(tiny())
+    return Network(tiny(width=WIDE))
 
 
-def test_norms_head_and_biases_are_the_copys_and_the_weights_are_near(net):
+def test_the_head_and_biases_are_the_copys_and_the_rest_is_near(net):
     before, state = snapshot(net.backbone), finetuned(net)
-    made = compress(net, "small", state)
+    made = compress(net, "small", state, bits=2)
     tensors = {name: tensor.detach() for name, tensor in made.task.tensors().items()}
-    for name in [n for n in state if "norm" in n or n.startswith("fc.") or n.endswith("bias")]:
-        assert name in tensors or name.endswith("num_batches_tracked")
-        assert name not in tensors or torch.equal(tensors[name], state[name]), name
-    assert made.task.metadata.method == "full"
+    for name in ("fc.weight", "fc.bias", "pointwise.bias"):
+        assert torch.equal(tensors[name], state[name])
     assert made.task.metadata.options["own"] == ("pointwise.bias",)
-    left = sum(float((state[n] - tensors[n]).square().sum()) for n in made.task.transforms)
-    change = sum(float((state[n] - net.anatomy.tensor(n).detach()).square().sum()) for n in made.task.transforms)
-    assert made.kept == pytest.approx(1 - left / change, abs=1e-4)
-    assert made.kept > 0.5
+    assert made.task.metadata.options["bits"] == 2
+    left = sum(float((state[n] - tensors[n]).square().sum()) for n in net.anatomy.weights if n in tensors)
+    ours = net.anatomy.tensors()
+    change = sum(float((state[n] - ours[n].detach()).square().sum()) for n in net.anatomy.weights if n in tensors)
+    assert made.kept == pytest.approx(1 - left / change, abs=1e-3)
+    assert made.kept > 0.7
     assert made.cosine > 0.9
     assert made.warnings == []
     assert list(net.tasks) == ["small"]
     assert snapshot(net.backbone) == before
 
 
-@pytest.mark.parametrize("options", [{}, {"per": "channel"}, {"k0": "auto"}, {"k3": 0.0}, {"threshold": 5e-3}])
-def test_the_file_is_an_ordinary_one_and_says_the_same(net, options, tmp_path):
-    made = compress(net, "small", finetuned(net), ["a", "b", "c", "d"], **options)
-    learning = run(net.eval(), batch(), task="small")
-    made.task.freeze()
+@pytest.mark.parametrize("bits", [0.9, 2, 4])
+def test_the_file_has_the_size_asked_for_and_says_the_same(net, bits, tmp_path):
+    made = compress(net, "small", finetuned(net), ["a", "b", "c", "d"], bits=bits)
+    said = run(net.eval(), batch(), task="small")
     net.save_task("small", tmp_path / "small.safetensors")
-    fresh = Network(tiny())
+    found = inspect_file(tmp_path / "small.safetensors")
+    assert 0.92 * bits < found.bits_per_weight <= bits
+    assert found.weights == sum(weight.shape.numel() for weight in net.anatomy.weights.values())
+    assert found.bytes["levels"] > 0
+    fresh = Network(tiny(width=WIDE))
     task = fresh.load_task(tmp_path / "small.safetensors")
     assert task.classes == ("a", "b", "c", "d")
-    assert torch.equal(run(fresh.eval(), batch(), task="small"), learning)
-    for name, transform in task.transforms.items():
-        assert isinstance(transform, Masked)
-        fixed = made.task.transforms[name].rule.fixed
-        assert all(v is None or bool((transform.values()[i] == v).all()) for i, v in enumerate(fixed))
+    assert torch.equal(run(fresh.eval(), batch(), task="small"), said)
+    assert all(isinstance(transform, Levels) for transform in task.transforms.values())
+    assert made.task.metadata == task.metadata
 
 
-def test_channels_come_nearer_than_layers_also_in_transposed_convolutions(tmp_path):
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.ConvTranspose2d(4, 6, 3, groups=2),
-        nn.ReLU(),
-        nn.Conv2d(6, 8, 3),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(8, 3),
-    )
-    copy = {
-        name: tensor
-        + 0.1 * torch.randn_like(tensor) * (1 + torch.arange(len(tensor)).view(-1, *[1] * (tensor.dim() - 1)))
-        for name, tensor in model.state_dict().items()
-    }
-    net = Network(model.eval(), example=(1, 4, 8, 8))
-    layers, channels = (compress(net, per, copy, per=per) for per in ("layer", "channel"))
-    assert channels.kept > layers.kept + 0.05
-    with torch.no_grad():
-        for name, transform in channels.task.transforms.items():
-            left = (copy[name] - transform(net.anatomy.tensor(name))).square().sum()
-            assert left < (copy[name] - layers.task.transforms[name](net.anatomy.tensor(name))).square().sum()
+def test_more_bits_keep_more(net):
+    state = finetuned(net)
+    kept = [compress(net, f"small{bits}", state, bits=bits).kept for bits in (0.8, 1.5, 4)]
+    assert kept[0] < kept[1] < kept[2]
+
+
+def test_bits_that_cannot_be_met_leave_no_task(net):
+    with pytest.raises(TaskError, match=r"bits=0.1 cannot be met: norm layers and the header alone take \d\.\d+ bits"):
+        compress(net, "small", finetuned(net), bits=0.1)
+    with pytest.raises(TaskError, match="bits=9: give a number from"):
+        compress(net, "small", finetuned(net), bits=9)
+    assert not net.tasks
 
 
 def test_a_copy_that_changed_nothing_is_the_backbone(net):
     made = compress(net, "same", net.backbone)
     assert made.kept == 1.0
-    assert torch.equal(run(net.eval(), batch(), task="same"), run(net.backbone, batch()))
+    torch.testing.assert_close(run(net.eval(), batch(), task="same"), run(net.backbone, batch()))
 
 
 @pytest.mark.parametrize(
@@ -323,7 +155,7 @@ def test_copies_from_everywhere_give_the_same_task(net, source, tmp_path):
     with torch.no_grad():
         for name, tensor in net.tasks["copy"].owned.items():
             tensor.copy_(state[name])
-    copy = tiny()
+    copy = tiny(width=WIDE)
     copy.load_state_dict(state)
     given = {"module": copy, "state": state, "task": net.tasks["copy"]}.get(source, tmp_path / "copy")
     if source == "safetensors":
@@ -334,11 +166,11 @@ def test_copies_from_everywhere_give_the_same_task(net, source, tmp_path):
         save_file({n: t.half() if t.is_floating_point() else t for n, t in state.items()}, given)
     elif source == "task file":
         net.save_task("copy", given)
-    task = compress(net, "small", given).task.freeze()
-    expected = compress(net, "expected", state).task.freeze()
+    task = compress(net, "small", given).task
+    expected = compress(net, "expected", state).task
     assert task.metadata.classes == expected.metadata.classes
     answers = [run(net.eval(), batch(), task=name) for name in ("small", "expected")]
-    torch.testing.assert_close(*answers, rtol=0, atol=2e-2 if source == "half" else 0)
+    torch.testing.assert_close(*answers, rtol=0, atol=5e-2 if source == "half" else 0)
 
 
 def test_a_task_behind_a_network_of_features_keeps_its_head(tmp_path):
@@ -346,7 +178,7 @@ def test_a_task_behind_a_network_of_features_keeps_its_head(tmp_path):
         num_classes = 0
 
     torch.manual_seed(0)
-    model = Features(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model = Features(nn.Conv2d(3, 9, 3), nn.ReLU(), nn.Conv2d(9, 400, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     net = Network(model.eval(), example=(1, 3, 8, 8))
     net.add_task("copy", classes=3, method="finetune")
     learn(net, "copy", batch(8), steps=2)
@@ -363,7 +195,7 @@ def broken(state: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]:
     elif how == "stray":
         state["other.weight"] = torch.zeros(3)
     elif how == "shape":
-        state["stem.weight"] = torch.zeros(8, 3, 5, 5)
+        state["stem.weight"] = torch.zeros(160, 3, 5, 5)
     elif how == "head":
         state["fc.weight"] = torch.zeros(4, 9)
     elif how == "nan":
@@ -377,8 +209,8 @@ def broken(state: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]:
     [
         ("missing", r"1 tensors of the network are not in it \('stem.weight'\)"),
         ("stray", r"1 of its tensors are not the network's \('other.weight'\)"),
-        ("shape", r"'stem.weight' is \(8, 3, 5, 5\) where the network has \(8, 3, 3, 3\)"),
-        ("head", r"'fc.weight' is \(4, 9\) where the network has \(4, 8\)"),
+        ("shape", r"'stem.weight' is \(160, 3, 5, 5\) where the network has \(160, 3, 3, 3\)"),
+        ("head", r"'fc.weight' is \(4, 9\) where the network has \(4, 160\)"),
         ("nan", "not finite in 1 tensors, first 'norm1.running_var'"),
     ],
 )
@@ -400,7 +232,7 @@ def test_other_refusals(net, tmp_path):
     net.add_task("series", classes=4, method="adapters-series")
     with pytest.raises(TaskError, match="'adapters-series', which adds layers"):
         compress(net, "other", net.tasks["series"])
-    elsewhere = Network(tiny(seed=3))
+    elsewhere = Network(tiny(seed=3, width=WIDE))
     with pytest.raises(TaskError, match="not one of this network's"):
         compress(elsewhere, "other", net.tasks["small"])
     net.save_task("small", tmp_path / "small.safetensors")
@@ -416,23 +248,23 @@ def test_tied_weights_must_stay_tied():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
-            self.one, self.two, self.fc = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+            self.one, self.two, self.fc = nn.Linear(99, 99), nn.Linear(99, 99), nn.Linear(99, 2)
             self.two.weight = self.one.weight
 
         def forward(self, x):
             return self.fc(self.two(self.one(x)))
 
     torch.manual_seed(0)
-    net = Network(Tied().eval(), example=(1, 4))
+    net = Network(Tied().eval(), example=(1, 99))
     state = {name: tensor + 0.1 for name, tensor in net.backbone.state_dict().items()}
     del state["two.weight"]  # as safetensors' save_model has it
-    assert compress(net, "small", state).kept > 0.99
+    assert compress(net, "small", state, bits=4).kept > 0.9
     with pytest.raises(BackboneError, match=r"has 'two.weight' unlike 'one.weight'"):
         compress(net, "other", {**state, "two.weight": state["one.weight"] + 1})
 
 
 def test_a_copy_of_another_pretraining_is_compressed_with_a_warning(net):
-    (warning,) = compress(net, "small", tiny(seed=5)).warnings
+    (warning,) = compress(net, "small", tiny(seed=5, width=WIDE)).warnings
     assert "was it fine-tuned from these?" in warning
 
 
@@ -443,31 +275,23 @@ def images(count: int = 24) -> TensorDataset:
     return TensorDataset(batch(count), torch.arange(count) % 4)
 
 
-@pytest.mark.parametrize("masks", [False, True])
-def test_calibration_brings_answers_nearer_and_leaves_the_rest(net, masks):
+def test_calibration_brings_answers_nearer_and_leaves_the_head(net):
     state = finetuned(net)
     state["fc.weight"] *= 50  # so that features matter to the scores
-    rng = torch.Generator().manual_seed(3)
-    state |= {n: t + t.std() * torch.randn(t.shape, generator=rng) for n, t in state.items() if t.dim() == 4}
-    first, rates = compress(net, "first", state).task, {"scores": 3e-3, "k": 2e-3, "k1": 1e-3, "norms": 2e-3}
-    config = CALIBRATION.changed(steps=30, batch=8, rates=rates)
-    made = compress(net, "small", state, calibrate_on=images(), config=config, masks=masks, test=images())
+    compress(net, "first", state)
+    config = CALIBRATION.changed(steps=60, batch=8)
+    made = compress(net, "small", state, calibrate_on=images(), config=config, test=images())
     task = made.task
     with torch.no_grad():
-        copy = tiny()
-        copy.fc = nn.Linear(8, 4)
+        copy = tiny(width=WIDE)
+        copy.fc = nn.Linear(WIDE, 4)
         copy.load_state_dict(state)
         wanted = copy.eval()(batch(24))
         far = [softened(run(net.eval(), batch(24), task=name), wanted, 2.0) for name in ("first", "small")]
     assert far[1] < 0.8 * far[0]
     assert made.history[-1]["train_loss"] < made.history[0]["train_loss"]
-    same = [torch.equal(task.transforms[n].mask(), first.transforms[n].mask()) for n in task.transforms]
-    assert all(same) != masks
-    for name in ("fc.weight", "fc.bias", "norm1.running_mean", "norm2.running_var"):
-        assert torch.equal(task.owned[name], state[name])
-    assert not torch.equal(task.owned["norm1.weight"], state["norm1.weight"])
-    assert all(parameter.requires_grad for _, parameter in task.roles())
-    assert set(made.accuracy) == {"finetuned", "compressed", "calibrated"}
+    assert torch.equal(task.owned["fc.weight"], state["fc.weight"])
+    assert set(made.accuracy) == {"finetuned", "calibrated"}
     assert task.metrics["test"] == {"accuracy": made.accuracy["calibrated"]}
     right = (wanted.argmax(1) == torch.arange(24) % 4).float().mean()
     assert made.accuracy["finetuned"] == pytest.approx(float(right))
@@ -515,7 +339,7 @@ def place(tmp_path_factory):
         furnish(folder, patch)
         train = "train photos --size 16 --batch 8 --epochs 3 --method finetune --task colours --store source --backbone"
         for command in (
-            [*train.split(), NET],
+            [*train.split(), "own_net:wide"],
             ["export", "--task", "colours", "--store", "source", "--output", "plain.safetensors"],
         ):
             assert exit_code(patch, *command) == 0
@@ -533,7 +357,7 @@ def command(place, monkeypatch, capsys):
 def test_a_task_of_another_store_into_a_new_one(command, place, tmp_path):
     store = str(tmp_path / "new")
     code, out, err = command(
-        "source/colours", "--backbone", NET, "--task", "small", "--store", store, "--eval", "photos"
+        "source/colours", "--backbone", "own_net:wide", "--task", "small", "--store", store, "--eval", "photos"
     )
     assert (code, err) == (0, "")
     assert "test accuracy: finetuned " in out
@@ -559,20 +383,19 @@ def test_plain_weights_with_calibration_as_json(command):
         "6",
         "--batch",
         "8",
-        "--masks",
         "--rate",
-        "k=1e-3",
+        "norms=1e-3",
         "--json",
     ]
     code, out, err = command("bare.safetensors", "--task", "plain", "--store", "source", *more)
     report = json.loads(out)
     assert (code, err) == (0, "")
     assert report["classes"] == ["blue", "green", "red"]  # the data's, since the file states none
-    assert set(report["accuracy"]) == {"finetuned", "compressed", "calibrated"}
+    assert set(report["accuracy"]) == {"finetuned", "calibrated"}
     assert report["measured_on"] == "test"
     assert len(report["history"]) == 2
     assert report["bytes"] == Store("source").path("plain").stat().st_size
-    assert report["bytes_by_kind"]["masks"] == 27
+    assert 0.9 < report["bits_per_weight"] <= 1
     accuracy = Store("source").archive("colours").metrics["test"]["accuracy"]
     assert report["accuracy"]["finetuned"] == pytest.approx(accuracy)
 
@@ -599,7 +422,8 @@ def test_data_of_other_classes_calibrates_but_does_not_measure(command, tmp_path
     ("args", "code", "said"),
     [
         ("bare.safetensors --task t --store nowhere", 2, "name what was fine-tuned with --backbone"),
-        ("bare.safetensors --task t --masks", 2, "add --calibrate DATA"),
+        ("bare.safetensors --task t --steps 9", 2, "add --calibrate DATA"),
+        ("bare.safetensors --task t --bits 9", 2, "less than or equal to 4"),
         ("bare.safetensors --task t --calibrate photos --eval photos", 2, "leave out --eval"),
         ("bare.safetensors --task t --option perr=channel", 2, "did you mean 'per'"),
         ("bare.safetensors --task ../t --store source", 1, "cannot be a task's name"),

@@ -152,3 +152,20 @@ def test_coded_masks_that_are_wrong_are_refused(change, monkeypatch):
     monkeypatch.setattr(archive, "_coded", wrong)
     with pytest.raises(CorruptError, match=r"mask.rans' is not usable"):
         archive.from_bytes(archive.to_bytes(packed, coded=True))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_steps_come_back_and_take_about_their_entropy(compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(entropy_coding.kernels, "loops", lambda: None)
+    rng = np.random.default_rng(0)
+    sizes = ((40_000, 0.4), (9, 2.0), (0, 1.0), (3000, 0.0), (500, 60.0))
+    groups = [np.clip(np.round(rng.normal(size=n) * s), -127, 127).astype(np.int8) for n, s in sizes]
+    coded = entropy_coding.encode_steps(groups)
+    assert np.array_equal(entropy_coding.decode_steps(coded, [len(g) for g in groups]), np.concatenate(groups))
+    _, counts = np.unique(groups[0], return_counts=True)
+    entropy = -(counts * np.log2(counts / counts.sum())).sum() / 8
+    assert entropy < len(coded) < 1.03 * entropy + 1500
+    for broken in (coded[:40], coded[:-2], np.concatenate([coded, coded[:2]])):
+        with pytest.raises(ValueError, match=r"too short|too early|where it should"):
+            entropy_coding.decode_steps(broken, [len(g) for g in groups])

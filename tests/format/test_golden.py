@@ -35,6 +35,7 @@ def backbone() -> nn.Module:
 
 def task() -> archive.Archive:
     options = {
+        "bits": None,
         "norms": True,
         "own": (),
         "k0": "auto",

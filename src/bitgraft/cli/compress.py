@@ -1,4 +1,4 @@
-"""`bitgraft compress`: a fine-tuned copy of the network becomes a task of about one bit per weight."""
+"""`bitgraft compress`: a fine-tuned copy of the network becomes a task of few bits per weight."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,15 +14,16 @@ from bitgraft.training.callbacks import Callback, Plan
 FINETUNED = "A file of plain weights, a task file, or STORE/TASK."
 BACKBONE = "What was fine-tuned, named as for `bitgraft train`; once per store."
 CLASSES = "One name per line, or rose,tulip,...; in the order of the outputs."
-CALIBRATE = "Train k and norm layers to give the copy's scores, and measure accuracy."
-RATE = "Rates of calibration: scores, k, k1, norms; repeatable."
+BITS = "What the file takes for each weight, head apart: 0.25 to 4."
+CALIBRATE = "Train weights and norm layers to give the copy's scores, and measure accuracy."
+RATE = "Rates of calibration: scores, norms; repeatable."
 
 
 @command("""
   bitgraft compress finetuned.safetensors --backbone resnet50 --task flowers
   bitgraft compress finetuned.pth --task flowers --classes names.txt --eval photos
-  bitgraft compress other-store/flowers --task flowers --option per=channel
-  bitgraft compress finetuned.pth --task flowers --calibrate photos --masks""")
+  bitgraft compress other-store/flowers --task flowers --bits 2
+  bitgraft compress finetuned.pth --task flowers --calibrate photos --bits 0.5""")
 def compress(
     finetuned: Annotated[str, Argument(metavar="FINETUNED", help=FINETUNED, show_default=False)],
     task: Annotated[str, Option(metavar="NAME", help="What to call the task.")],
@@ -33,7 +34,7 @@ def compress(
     classes: Annotated[str | None, Option(metavar="FILE|NAMES", help=CLASSES)] = None,
     evaluate: Annotated[str | None, Option("--eval", metavar="DATA", help="Measure accuracy before and after.")] = None,
     calibrate: Annotated[str | None, Option(metavar="DATA", help=CALIBRATE)] = None,
-    masks: Annotated[bool, Option("--masks", help="With --calibrate: train the masks, too.")] = False,
+    bits: Annotated[float, Option(min=0.25, max=4.0, help=BITS)] = 1.0,
     steps: Annotated[int | None, Option(min=1, help="Of calibration.")] = None,
     batch: opt.Batch = None,
     rate: Annotated[list[str] | None, Option(metavar="[ROLE=]VALUE", help=RATE)] = None,
@@ -47,13 +48,14 @@ def compress(
 ) -> None:
     """Make a task from a fine-tuned copy of the network, without its data.
 
-    The task has method full. Its masks and k are the nearest to the copy's weights by least squares; norm layers and
-    the head are the copy's own. With --calibrate they are refined on images, whose labels serve only to measure.
+    Weights change by whole steps, most of them none, as many as the bits allow; biases make up for what that does to
+    the mean of each channel; the head is the copy's own. With --calibrate weights and norm layers are refined on
+    images, whose labels serve only to measure.
     """
     if evaluate is not None and calibrate is not None:
         raise typer.BadParameter("--calibrate also measures accuracy: leave out --eval")
-    if calibrate is None and (masks or steps or batch or rate):
-        raise typer.BadParameter("--masks, --steps, --batch and --rate are for calibration: add --calibrate DATA")
+    if calibrate is None and (steps or batch or rate):
+        raise typer.BadParameter("--steps, --batch and --rate are for calibration: add --calibrate DATA")
     options, rates = opt.method_options("full", option), opt.by_role(rate, "--rate")
 
     from bitgraft.compression.distil import CALIBRATION
@@ -68,7 +70,7 @@ def compress(
         classes=_names(classes),
         data=calibrate or evaluate,
         calibrate=calibrate is not None,
-        masks=masks,
+        bits=bits,
         config=CALIBRATION.changed(**given, rates=rates),
         options=options,
         workers=workers,
@@ -85,6 +87,7 @@ def compress(
         "bytes_by_kind": found.bytes,
         "finetuned_bytes": done.finetuned_bytes,
         "weights": found.weights,
+        "bits_per_weight": found.bits_per_weight,
         "kept": made.kept,
         "cosine": made.cosine,
         "measured_on": done.measured_on,
@@ -119,9 +122,8 @@ def _lines(report: dict[str, Any]) -> list[str]:
     if report["accuracy"]:
         shares = ", ".join(f"{what} {percent(share)}" for what, share in report["accuracy"].items())
         lines.append(f"{report['measured_on']} accuracy: {shares}")
-    masked = report["bytes_by_kind"]["masks"] + report["bytes_by_kind"]["k"]
     lines.append(
         f"wrote {report['file']}, {megabytes(report['bytes'])}: 1/{report['finetuned_bytes'] / report['bytes']:.0f} of "
-        f"the copy's {megabytes(report['finetuned_bytes'])} (its masks and k 1/{4 * report['weights'] / masked:.0f})"
+        f"the copy's {megabytes(report['finetuned_bytes'])}; {report['bits_per_weight']:.2f} bits a weight, head apart"
     )
     return lines

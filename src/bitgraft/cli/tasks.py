@@ -144,10 +144,10 @@ def _facts(task: dict[str, Any]) -> Iterator[tuple[str, str]]:
     by_kind = ", ".join(f"{kind} {megabytes(size)}" for kind, size in task["bytes"].items() if size)
     yield "size", f"{megabytes(task['size'])}: {by_kind}"
     if task["weights"]:
-        yield "weights under masks", f"{task['weights']:,}"
+        yield "weights with steps" if task["bytes"]["levels"] else "weights under masks", f"{task['weights']:,}"
         yield "bits per weight", f"{task['bits_per_weight']:.3f}, without the head"
     if task.get("density") is not None:
-        yield "share of ones", f"{task['density']:.3f}"
+        yield "share changed" if task["bytes"]["levels"] else "share of ones", f"{task['density']:.3f}"
 
 
 def _layers(layers: list[dict[str, Any]]) -> Any:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 DATA = "FOLDER with train/ val/ test/ or one subfolder per class; DEVKIT:DOMAIN; torchvision:NAME; package:NAME."
 BACKBONE = "timm's name, wrn-DEPTH-WIDTH, or package.module:function; once per store."
+BITS = "What the file may take for each weight, head apart, in place of a mask: 0.05 to 4 (method full)."
 BORROW = "Mix in this task's masks, which the new task then needs; repeatable."
 COMPACT = "Round k and norm layers, so the file is small; not if the norm layers are to be trained on."
 PRESET = "default (as long as the data asks for), quick, imagenet-to-sketch or decathlon."
@@ -34,6 +35,7 @@ Count = int | None
   bitgraft train photos --task flowers --backbone resnet50
   bitgraft train decathlon-1.0:gtsrb --task signs --preset decathlon --no-flip --rate k=3e-3
   bitgraft train photos --task flowers --resume
+  bitgraft train photos --task small --bits 0.5
   bitgraft train few-photos --task orchids --borrow flowers --borrow leaves
   bitgraft train photos signs --task flowers --task signs --method adapters-joint --backbone resnet50 --store joint
   bitgraft train --preset imagenet-to-sketch --weight-decay 1e-4 --show-config > mine.toml
@@ -48,6 +50,7 @@ def train(
     store: opt.StoreFolder = opt.STORE,
     method: Annotated[str, Option(metavar="NAME", help="See `bitgraft methods`.")] = "full",
     option: opt.MethodOptions = None,
+    bits: Annotated[float | None, Option(help=BITS)] = None,
     borrow: Annotated[Names, Option(metavar="NAME", help=BORROW)] = None,
     start: Annotated[str | None, Option(metavar="NAME", help="Start from this task of the store.")] = None,
     preset: Annotated[str, Option(metavar="NAME", help=PRESET)] = "default",
@@ -93,7 +96,8 @@ def train(
     if sum(given is not None for given in (epochs, steps, minutes)) > 1:
         raise typer.BadParameter("give only one of --epochs, --steps and --minutes")
     preset = "quick" if quick else preset
-    options = opt.method_options(method, option, preset, filed.pop("options", {}))
+    given = [*(option or ()), *([f"bits={bits}"] if bits is not None else ())]
+    options = opt.method_options(method, given, preset, filed.pop("options", {}))
     config = _config({**context.params, "preset": preset, "method": method}, filed)
     if show_config:
         values = {"preset": preset, "method": method, **asdict(config), "options": options}

@@ -1,4 +1,4 @@
-"""A fine-tuned copy of a backbone as a task of method `full`: in closed form, and calibrated where there are images."""
+"""A fine-tuned copy of a backbone as a task in few bits: without data, and calibrated where there are images."""
 
 import glob
 import math
@@ -12,17 +12,19 @@ from torch import Tensor
 
 from bitgraft.backbone.layers import COUNTER
 from bitgraft.compression.distil import CALIBRATION, calibrate
-from bitgraft.compression.nearest import balancing_flips, nearest
+from bitgraft.compression.input_means import input_means, output_scale
 from bitgraft.compression.source import Classes, Finetuned, opened, values
+from bitgraft.format.rounding import compact, meet
 from bitgraft.methods import registry
 from bitgraft.network import Network
 from bitgraft.task import Task
 from bitgraft.training.callbacks import Callback
 from bitgraft.training.config import Config
 from bitgraft.training.evaluation import evaluate
-from bitgraft.transforms.masked import Masked
+from bitgraft.training.mean_shift_correction import levelled
+from bitgraft.transforms.levels import Levels
 
-METHOD = "full"
+METHOD, BITS = "full", 1.0
 ALIKE = 0.5  # below this cosine, a copy was hardly fine-tuned from the backbone
 
 
@@ -32,12 +34,11 @@ class Compression:
 
     task: Task
     kept: float
-    """The share of what fine-tuning changed in the transformed weights that the task has, by squared norm, before any
-    calibration."""
+    """The share of what fine-tuning changed in the transformed weights that the task has, by squared norm."""
     cosine: float
     """Between the transformed weights of the copy and of the backbone."""
     accuracy: dict[str, float] = field(default_factory=dict)
-    """Of the copy ("finetuned"), the task in closed form ("compressed"), and "calibrated"; empty without data."""
+    """Of the copy ("finetuned"), the task made without data ("compressed"), and "calibrated"; empty without data."""
     history: list[dict[str, Any]] = field(default_factory=list)
     """One record per epoch of calibration."""
 
@@ -60,32 +61,31 @@ def compress(
     preprocessing: Mapping[str, Any] | None = None,
     calibrate_on: Any = None,
     config: Config = CALIBRATION,
-    masks: bool = False,
+    bits: float = BITS,
     test: Any = None,
     callbacks: Sequence[Callback] = (),
     workers: int = 0,
     **options: Any,
 ) -> Compression:
-    """Add a task of method `full` that is as close as possible to a fine-tuned copy of the backbone.
+    """Add a task that is as close as possible to a fine-tuned copy of the backbone, in so many bits per weight.
 
-    Norm layers, the head and whatever else the copy changed are copied. Each transformed weight gets the mask and k
-    with the least squared error, except for a few bits that make errors cancel in each filter. The task can be trained
-    further (`bitgraft.fit`).
+    Each transformed weight changes by whole steps, most of them none, and norm layers by finer ones (method `full` with
+    `bits`). Their biases make up for what rounding does to the mean of each channel, found without data. The head and
+    whatever else the copy changed are copied. The task is frozen.
 
     Args:
         finetuned: a task of the network, a module of the backbone's class or its state dict; or a file of plain
             weights, a task file, or "STORE/TASK".
         classes: names in the order of the copy's outputs, if it does not state them.
         preprocessing: if the copy does not state it; by default the backbone's.
-        calibrate_on: a Dataset of (image, anything): k and norm layers are trained to give the copy's scores.
+        calibrate_on: a Dataset of (image, anything): weights and norm layers are trained to give the copy's scores.
         config: of this calibration.
-        masks: calibrate the masks, too.
+        bits: what the file takes for each transformed weight, head apart.
         test: a Dataset of (image, label) on which the copy and the task are evaluated.
-        **options: of method `full`. k0 is learned in every layer by default: norm layers have the copy's statistics,
-            so none of them undoes a scale.
+        **options: of method `full`.
     """
     with opened(net, finetuned, classes, preprocessing) as copy:
-        made = _in_closed_form(net, name, copy, classes, options)
+        made = _opened(net, name, copy, classes, {**options, "bits": bits})
 
         def measure(what: str, task: str) -> None:
             if test is not None:
@@ -93,12 +93,12 @@ def compress(
 
         try:
             measure("finetuned", copy.name)
-            measure("compressed", name)
             if calibrate_on is not None:
-                made.history = calibrate(
-                    net, name, copy.name, calibrate_on, config, masks=masks, callbacks=callbacks, workers=workers
-                )
-                measure("calibrated", name)
+                meet(made.task)
+                made.history = calibrate(net, name, copy.name, calibrate_on, config, callbacks, workers)
+            compact(made.task)
+            measure("compressed" if calibrate_on is None else "calibrated", name)
+            made.kept = _kept(made.task, values(copy))
         except BaseException:
             net.remove_task(name)
             raise
@@ -109,10 +109,9 @@ def compress(
     return made
 
 
-def _in_closed_form(
-    net: Network, name: str, copy: Task, classes: Classes | None, options: Mapping[str, Any]
-) -> Compression:
-    """The task in closed form, ready to be trained."""
+@torch.no_grad()
+def _opened(net: Network, name: str, copy: Task, classes: Classes | None, options: Mapping[str, Any]) -> Compression:
+    """The task that still has all of the copy's change, with biases that will follow the change as it is rounded."""
     target, metadata = values(copy), copy.metadata
     head: Any = {"keep": "keep", "none": None, "module": deepcopy(copy.head)}.get(metadata.head, "auto")
     task = net.add_task(
@@ -122,21 +121,48 @@ def _in_closed_form(
         preset=None,
         head=head,
         preprocessing=metadata.preprocessing,
-        **_with_own(net, target, {"k0": "learn", **options}),
+        **_with_own(net, target, options),
     )
-    with torch.no_grad():
-        for part, tensor in task.owned.items():
-            tensor.copy_(target[part])
-        if task.head is not None and copy.head is not None:
-            task.head.load_state_dict(copy.head.state_dict())
-        sums = torch.zeros(5, dtype=torch.float64)
-        for part, transform in task.transforms.items():
-            assert isinstance(transform, Masked)
-            sums += _fit(transform, net.anatomy.tensor(part).detach(), target[part])
-    change, left, mine, theirs, product = sums.tolist()
-    scale = math.sqrt(mine * theirs)
-    kept = 1 - left / change if change else 1.0
-    return Compression(task.eval(), kept, product / scale if scale else 1.0)
+    for part, tensor in task.owned.items():
+        tensor.copy_(target[part])
+    if task.head is not None and copy.head is not None:
+        task.head.load_state_dict(copy.head.state_dict())
+    pairs = []
+    for part, transform in task.transforms.items():
+        assert isinstance(transform, Levels)
+        assert transform.scores is not None
+        ours = net.anatomy.tensor(part).detach()
+        transform.scores.copy_(target[part] - ours)
+        pairs.append((ours.double().flatten(), target[part].double().flatten()))
+    _follow(task, target)
+    return Compression(task.eval(), 1.0, _cosine(pairs))
+
+
+def _follow(task: Task, target: Mapping[str, Tensor]) -> None:
+    """Let biases of norm layers make up for what is left out of the change."""
+    means = input_means(task, levelled(task), target)
+    for name, mean in means.items():
+        change = (target[name] - task.anatomy.tensor(name).detach()) * mean
+        bias = task.owned[f"{task.anatomy.weights[name].feeds}.bias"]
+        bias += (change.flatten(1).sum(1) * output_scale(task, name, target)).to(bias.dtype)
+    task.correct_mean_shift(means)
+
+
+def _cosine(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    product, ours, theirs = (
+        sum(float(a @ b) for a, b in some) for some in (pairs, [(w, w) for w, _ in pairs], [(t, t) for _, t in pairs])
+    )
+    scale = math.sqrt(ours * theirs)
+    return product / scale if scale else 1.0
+
+
+def _kept(task: Task, target: Mapping[str, Tensor]) -> float:
+    left = change = 0.0
+    made, ours = task.tensors(), task.anatomy.tensors()
+    for name in (name for name, transform in task.transforms.items() if target[name].dim() > 1):
+        left += float((target[name].double() - made[name].double()).square().sum())
+        change += float((target[name].double() - ours[name].detach().double()).square().sum())
+    return 1 - left / change if change else 1.0
 
 
 def _with_own(net: Network, target: Mapping[str, Tensor], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,23 +177,3 @@ def _with_own(net: Network, target: Mapping[str, Tensor], options: Mapping[str, 
         if not name.endswith(COUNTER) and not torch.equal(tensor.to(target[name].dtype), target[name])
     ]
     return {**options, "own": (*chosen.own, *changed)}
-
-
-def _fit(transform: Masked, weight: Tensor, target: Tensor) -> Tensor:
-    """Give a transform the nearest mask and k; returns |D|², |T - W~|², |T|², |W|² and T·W."""
-    about, rule = transform.weight, transform.rule
-    ours, theirs = (about.filters(tensor).cpu() for tensor in (weight, target))
-    rows = ours.shape if rule.per_channel else (1, -1)
-    found = nearest(ours.reshape(rows), theirs.reshape(rows), rule.fixed)
-    mask, margin = found.mask.view(ours.shape), found.margin.view(ours.shape)
-    mask ^= balancing_flips(ours, theirs, found.k, mask)
-    transform.start_at(about.from_filters(scores_of(mask, margin, rule.threshold)), found.k)
-    w, t, made = weight.double(), target.double(), transform(weight).double()
-    pairs = ((t - w, t - w), (t - made, t - made), (t, t), (w, w), (t, w))
-    return torch.stack([(a * b).sum() for a, b in pairs]).cpu()
-
-
-def scores_of(mask: Tensor, margin: Tensor, threshold: float) -> Tensor:
-    """R, as far from the threshold as the weight is from where its bit would change, and never on it."""
-    least = 1e-6 * max(1.0, abs(threshold))
-    return threshold + torch.where(mask, 1.0, -1.0) * margin.clamp(min=least)

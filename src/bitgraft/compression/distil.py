@@ -37,15 +37,13 @@ def calibrate(
     teacher: str,
     images: Any,
     config: Config = CALIBRATION,
-    *,
-    masks: bool = False,
     callbacks: Sequence[Callback] = (),
     workers: int = 0,
 ) -> list[dict[str, Any]]:
-    """Train a task to give another's scores: its k, norm layers and the like; R only with `masks`; never its head."""
+    """Train all of a task but its head to give another's scores."""
     learned = list(net.tasks[name].roles())
     for role, parameter in learned:
-        parameter.requires_grad_(role != "head" and (masks or role != "scores"))
+        parameter.requires_grad_(role != "head")
     try:
         data, loss = Unlabelled(images), soft_targets(net, teacher)
         result = fit(net, name, data, None, config, loss=loss, callbacks=callbacks, workers=workers, progress=False)

@@ -21,6 +21,7 @@ from bitgraft.format.header import CODED, HEAD
 from bitgraft.format.metadata import Metadata, Shapes, read_metadata, read_shapes, write_metadata
 from bitgraft.task import Task
 from bitgraft.transforms.bits import packed_size
+from bitgraft.transforms.levels import Levels
 
 PACKED = {"mask", "free"}  # parts that hold eight weights' bits to a byte; all others are float32
 
@@ -79,9 +80,13 @@ def pack_task(task: Task, backbone: str) -> Archive:
         shapes={name: tuple(task.anatomy.tensor(name).shape) for name in transforms},
         metrics=task.metrics,
         tensors={key: _at_rest(key, tensor) for key, tensor in tensors.items()},
-        format=3 if task.description is not None else 2 if task.is_compact else 1,
+        format=3 if task.description is not None else 2 if task.is_compact or _has_levels(task) else 1,
         description=task.description,
     )
+
+
+def _has_levels(task: Task) -> bool:
+    return any(isinstance(one, Levels) for one in task.transforms.values())
 
 
 def to_bytes(archive: Archive, *, coded: bool = False) -> bytes:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bitgraft.errors import CorruptError
-from bitgraft.format.header import CODES, GRIDS, MASKS, NORMS
+from bitgraft.format import entropy_coding
+from bitgraft.format.header import CODES, GRIDS, LEVELS, MASKS, NORMS, STEPS
 from bitgraft.format.metadata import Shapes
 from bitgraft.transforms.bits import packed_size
 
@@ -25,6 +26,11 @@ PARTS = ("weight", "bias", "running_mean", "running_var")
 def pack(tensors: Mapping[str, Tensor], shapes: Shapes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors that a file holds, and what its metadata says of them."""
     left, found = dict(tensors), dict[str, Tensor]()
+    if shapes and all(f"{name}:levels" in left for name in shapes):
+        found[STEPS] = torch.stack([left.pop(f"{name}:step") for name in shapes])
+        levels = {name: left.pop(f"{name}:levels").flatten() for name in shapes}
+        groups = [torch.cat([levels[name] for name in group]).numpy() for group in _groups(shapes)]
+        found[LEVELS] = torch.from_numpy(entropy_coding.encode_steps(groups))
     masks = [left.get(f"{name}:mask") for name in shapes]
     coded = [f"{name}:mask.rans" in left for name in shapes]
     if any(mask is not None for mask in masks) and all((m is None) == c for m, c in zip(masks, coded, strict=True)):
@@ -61,6 +67,13 @@ def unpack(tensors: Mapping[str, Tensor], about: Mapping[str, Any], shapes: Shap
     except (ValueError, TypeError, AttributeError, RuntimeError) as cause:
         raise CorruptError(f"{source}: its packed tensors are not usable ({cause})") from cause
     return found | left
+
+
+def _groups(shapes: Shapes) -> list[list[str]]:
+    """The weights whose levels share a table: each matrix or kernel has its own, and all vectors one."""
+    alone = [[name] for name, shape in shapes.items() if len(shape) > 1]
+    vectors = [name for name, shape in shapes.items() if len(shape) < 2]
+    return [*alone, vectors] if vectors else alone
 
 
 def gridded(row: NDArray[Any]) -> tuple[float, float, NDArray[Any]] | None:
@@ -110,6 +123,8 @@ def _unpacked(left: dict[str, Tensor], channels: Any, norms: Any, shapes: Shapes
         raise ValueError("channels are not one whole number for each weight")
     if not all(type(size) is int and size > 0 for size in norms.values()):
         raise ValueError("norms have no sizes")
+    if LEVELS in left:
+        yield from _levels(left.pop(LEVELS), left.pop(STEPS, torch.empty(0)), shapes)
     if MASKS in left:
         uncoded = [name for name in shapes if f"{name}:mask.rans" not in left]
         sizes = [packed_size(math.prod(shapes[name])) for name in uncoded]
@@ -134,6 +149,19 @@ def _unpacked(left: dict[str, Tensor], channels: Any, norms: Any, shapes: Shapes
         for layer, weight, bias in zip(norms, values[::2], values[1::2], strict=True):
             parts = weight.float(), bias.float(), torch.zeros(len(weight)), torch.ones(len(weight))
             yield from zip((f"{layer}.{name}" for name in PARTS), parts, strict=True)
+
+
+def _levels(coded: Tensor, steps: Tensor, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
+    if coded.dtype != torch.uint8 or coded.dim() != 1 or not len(coded):
+        raise ValueError("levels are no coded bytes")
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    groups = _groups(shapes)
+    values = entropy_coding.decode_steps(coded.numpy(), [sum(sizes[name] for name in group) for group in groups])
+    order = [name for group in groups for name in group]
+    parts = dict(zip(order, torch.split(torch.from_numpy(values), [sizes[name] for name in order]), strict=True))
+    for name, step in zip(shapes, _cut(steps, torch.float32, [1] * len(shapes)), strict=True):
+        yield f"{name}:levels", parts[name].view(shapes[name])
+        yield f"{name}:step", step.view(())
 
 
 def _row(low: Any, unit: Any, codes: NDArray[Any], count: int) -> NDArray[Any]:

@@ -17,7 +17,8 @@ HEADER_LIMIT = 100_000_000  # bytes; safetensors reads no longer one
 HEAD = "head:"  # keys of a head module's own tensors; those of the backbone's last layer keep its names
 CODED = ".rans"  # behind the name of a packed part that is stored in fewer bytes, see `bitgraft.format.entropy_coding`
 DESCRIPTION = ":description."  # before the names of what `bitgraft.format.description` holds
-MASKS, CODES, GRIDS, NORMS = ":masks", ":k", ":k.grid", ":norms"  # keys of what `bitgraft.format.compact` packs
+MASKS, CODES, GRIDS, NORMS, LEVELS, STEPS = ":masks", ":k", ":k.grid", ":norms", ":levels", ":steps"
+"""Keys of what `bitgraft.format.compact` packs."""
 METADATA = "__metadata__"
 BLANK = "0" * 32
 CHECKSUM = re.compile(rb'(?<=\\"checksum\\":\\")[0-9a-f]{32}(?=\\")')

@@ -32,9 +32,9 @@ class Layer:
     name: str
     shape: tuple[int, ...]
     weights: int
-    """How many a mask covers; 0 without a mask."""
+    """How many a mask or levels cover; 0 without either, and for a norm's vectors."""
     ones: int
-    """How many bits of the mask are set."""
+    """How many bits of the mask are set, or levels are not 0."""
     k: tuple[Spread, ...]
     """k0..k3; empty for other methods."""
     values: int
@@ -92,13 +92,15 @@ def _sizes(archive: Archive) -> dict[str, int]:
 
 
 def _layer(name: str, shape: tuple[int, ...], parts: dict[str, Tensor]) -> Layer:
-    mask, k = parts.get("mask"), parts.get("k")
-    values = [tensor.numel() for part, tensor in parts.items() if part not in ("mask", "free", "k")]
+    mask, k, levels = parts.get("mask"), parts.get("k"), parts.get("levels")
+    covered = mask is not None or (levels is not None and len(shape) > 1)
+    changed = ones(mask) if mask is not None else int(levels.count_nonzero()) if levels is not None else 0
+    values = [tensor.numel() for part, tensor in parts.items() if part not in ("mask", "free", "k", "levels", "step")]
     return Layer(
         name=name,
         shape=shape,
-        weights=0 if mask is None else math.prod(shape),
-        ones=0 if mask is None else ones(mask),
+        weights=math.prod(shape) if covered else 0,
+        ones=changed if covered else 0,
         k=() if k is None else tuple(Spread(row.mean().item(), row.min().item(), row.max().item()) for row in k),
         values=sum(values),
         bytes=sum(tensor.nbytes for tensor in parts.values()),

@@ -43,6 +43,7 @@ def write_metadata(metadata: Metadata) -> dict[str, Any]:
     if names is not None and len(names) <= COUNTED_CLASSES and names == _counted(len(names)):
         about["classes"] = len(names)
     about["leans_on"] = about.pop("depends_on")
+    about["options"] = {name: value for name, value in about["options"].items() if value is not None}
     return about
 
 

@@ -16,6 +16,9 @@ from bitgraft.task import Task
 from bitgraft.transforms.base import Transform, Weight, strided_like
 from bitgraft.transforms.bits import packed_size
 
+KINDS = dict.fromkeys(PACKED, torch.uint8) | {"levels": torch.int8}
+"""Of parts that are not float32."""
+
 
 def restore_task(
     archive: Archive, anatomy: Anatomy, before: Sequence[Mapping[str, Transform]], head: nn.Module | None
@@ -51,7 +54,8 @@ def _check_places(archive: Archive, anatomy: Anatomy, base: Mapping[str, Tensor]
     task, head = f"task {archive.metadata.name!r}", archive.head_layer
     for name, shape in archive.shapes.items():
         found = base.get(name)
-        if not isinstance(found, nn.Parameter) or not found.is_floating_point() or found.dim() < 2:
+        least = 1 if name in anatomy.norm_of else 2
+        if not isinstance(found, nn.Parameter) or not found.is_floating_point() or found.dim() < least:
             raise WrongBackboneError(f"{task} transforms {name!r}, which is no weight of the backbone")
         if found.shape != shape:
             raise WrongBackboneError(
@@ -82,7 +86,7 @@ def _fill(blank: Transform, name: str, weight: Tensor, parts: Mapping[str, Tenso
     buffers = blank.named_buffers() if blank.tail is not None else ()
     counters = {part: torch.zeros_like(t) for part, t in buffers if part.endswith(COUNTER)}
     for part, tensor in parts.items():
-        kind = "nothing" if part in counters else torch.uint8 if part in PACKED else torch.float32
+        kind = "nothing" if part in counters else KINDS.get(part, torch.float32)
         if tensor.dtype != kind:
             raise CorruptError(f"'{name}:{part}' is {tensor.dtype}, where {kind} belongs; the file is not usable")
         if part in PACKED and _has_tail(tensor, weight.numel()):

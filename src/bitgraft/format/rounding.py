@@ -1,16 +1,28 @@
-"""Round a task to what a small file holds: k to 8 bits, norm layers to one scale and one shift in half precision."""
+"""Round a task to what a small file holds: k to 8 bits, norm layers to half precision, or all of it to levels."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bitgraft.backbone.anatomy import describe
+from bitgraft.errors import TaskError
+from bitgraft.format.archive import pack_task, to_bytes
 from bitgraft.format.compact import PARTS
+from bitgraft.format.header import HEAD
 from bitgraft.methods import registry
 from bitgraft.task import Task
+from bitgraft.transforms.levels import MOST, Levels
 from bitgraft.transforms.masked import Masked
 
 STEPS = 255
+FINE = 1 / 32  # a norm's steps, as a share of the size of its scale
+ATTEMPTS = 12
+ROOM = 256  # bytes for metrics that are noted afterwards
+Parts = dict[str, dict[str, Tensor]]
 
 
 @torch.no_grad()
@@ -19,19 +31,97 @@ def compact(task: Task) -> Task:
 
     Each row of k goes to the nearest of 256 equal steps. A batch norm with statistics of its own becomes a scale and a
     shift, with mean 0 and variance 1, so it has nothing left to go on training with: save a task that is to be trained
-    further without this. Nothing that is saved or loaded afterwards is rounded again.
+    further without this. A task with `bits` gets cells with which its file takes so many, and its norm layers become
+    steps from the backbone's. Nothing that is saved or loaded afterwards is rounded again.
     """
+    if task.learned_levels():
+        meet(task)
     task.freeze()
     if registry.get(task.metadata.method).owns_everything:
         return task  # a copy of the network, for which no bits are saved
-    for module in task.modules():
-        if isinstance(module, Masked) and module.rule.per_channel:
-            module.constants = torch.stack([to_grid(row) for row in module.constants])
-    for layer in task.anatomy.norms:
-        _fold(task, layer)
+    if any(isinstance(one, Levels) for one in task.transforms.values()):
+        if not task.is_compact:
+            steps = _norm_steps(task)
+            gone = _replaced(task, steps)
+            task.exchange(gone, {name: _filled(task, name, parts) for name, parts in steps.items()})
+    else:
+        for module in task.modules():
+            if isinstance(module, Masked) and module.rule.per_channel:
+                module.constants = torch.stack([to_grid(row) for row in module.constants])
+        for layer in task.anatomy.norms:
+            _fold(task, layer)
     task.revision += 1
     task.is_compact = True
     return task
+
+
+@torch.no_grad()
+def meet(task: Task) -> None:
+    """Choose cells with which the file, head apart, takes the bits asked for or up to 3 % less."""
+    bits, weights = task.metadata.options["bits"], sum(one.weight.shape.numel() for one in task.learned_levels())
+    low, high, fits = 0.97 * bits, 0.997 * bits, dict[float, float]()
+    if low <= (found := _cost(task, weights)) <= high:
+        return
+    others = weights * found - sum(one.bits() for one in task.learned_levels())  # what the file takes besides
+    for _ in range(ATTEMPTS):
+        task.spend(others)
+        found = _cost(task, weights)
+        if found <= high:
+            fits[found] = others
+        if low <= found <= high:
+            return
+        others += weights * (found - (low + high) / 2)
+    if not fits:
+        raise TaskError(
+            f"bits={bits} cannot be met: norm layers and the header alone take {found:.2f} bits for each of "
+            f"{weights:,} weights; give more bits, or norms=False"
+        )
+    task.spend(fits[max(fits)])  # changes that are all of one size leave no choice in between
+
+
+def _cost(task: Task, weights: int) -> float:
+    """The bits that the file would take for each weight, head apart."""
+    archive, steps, head = pack_task(task, "0" * 64), _norm_steps(task), set(task.anatomy.head_names())
+    tensors = {key: tensor for key, tensor in archive.tensors.items() if key not in _replaced(task, steps)}
+    for name, parts in steps.items():
+        tensors |= {f"{name}:{part}": tensor.cpu() for part, tensor in parts.items()}
+    shapes = {**archive.shapes, **{name: tuple(parts["levels"].shape) for name, parts in steps.items()}}
+    size = ROOM + len(to_bytes(replace(archive, tensors=tensors, shapes=shapes, format=2, description=None)))
+    size -= sum(tensor.nbytes for key, tensor in tensors.items() if key in head or key.startswith(HEAD))
+    return 8 * size / weights
+
+
+def _norm_steps(task: Task) -> Parts:
+    """Scales and shifts of norm layers as whole steps from the backbone's, which keeps its own statistics."""
+    held, found = task.stored(), {}
+    for layer in task.anatomy.norms:
+        norm: Any = task.anatomy.backbone.get_submodule(layer)
+        weight, bias, mean, var = (held.get(f"{layer}.{name}") for name in PARTS)
+        if weight is None or bias is None:
+            continue
+        weight, bias = weight.double(), bias.double()
+        if mean is not None and var is not None:
+            ratio = ((norm.running_var.double() + norm.eps) / (var.double() + norm.eps)).sqrt()
+            bias = bias + (norm.running_mean - mean.double()) * weight / (var.double() + norm.eps).sqrt()
+            weight = weight * ratio
+        size = FINE * weight.square().mean().sqrt()
+        for name, value in ((f"{layer}.weight", weight), (f"{layer}.bias", bias)):
+            change = value - task.anatomy.tensor(name).detach().double()
+            step = torch.maximum(size, change.abs().max() / MOST).clamp(min=1e-12).float()
+            found[name] = {"levels": (change / step).round().to(torch.int8), "step": step}
+    return found
+
+
+def _replaced(task: Task, steps: Parts) -> set[str]:
+    """What the task owns of the norm layers that become steps."""
+    layers = {name.rpartition(".")[0] for name in steps}
+    return {name for name in task.owned if task.anatomy.norm_of.get(name) in layers}
+
+
+def _filled(task: Task, name: str, parts: Mapping[str, Tensor]) -> Levels:
+    levels = Levels(describe(task.anatomy, name), None)
+    levels.restore(parts)
+    return levels
 
 
 def to_grid(row: Tensor) -> Tensor:

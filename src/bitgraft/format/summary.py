@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from bitgraft.backbone.files import read_whole
-from bitgraft.format.header import CODED, CODES, DESCRIPTION, GRIDS, HEAD, MASKS, NORMS, read_header
+from bitgraft.format.header import CODED, CODES, DESCRIPTION, GRIDS, HEAD, LEVELS, MASKS, NORMS, STEPS, read_header
 from bitgraft.format.metadata import HeadKind, Metadata, read_metadata, read_shapes
 
-KINDS = ("masks", "k", "weights", "norms", "statistics", "head", "description", "header")
-PACKED = {MASKS: "masks", CODES: "k", GRIDS: "k", NORMS: "norms"}
+KINDS = ("masks", "levels", "k", "weights", "norms", "statistics", "head", "description", "header")
+PACKED = {MASKS: "masks", CODES: "k", GRIDS: "k", NORMS: "norms", LEVELS: "levels", STEPS: "levels"}
 STATISTICS = ("running_mean", "running_var")
 HeadLayer = str | tuple[str, ...] | None
 
@@ -26,9 +26,9 @@ class Summary:
     head_layer: HeadLayer
     metrics: Mapping[str, Any]
     bytes: dict[str, int]
-    """By kind: masks, k, other weights, norm layers, running statistics, head, description, the file's header."""
+    """By kind: masks, levels, k, other weights, norm layers, running statistics, head, description, header."""
     weights: int
-    """How many masks cover."""
+    """How many masks or levels cover."""
 
     @property
     def size(self) -> int:
@@ -83,6 +83,7 @@ def read_summary(path: str | Path) -> Summary:
     dimensions = {key: len(entry["shape"]) for key, entry in entries.items()}
     taken = by_kind(sizes, len(data), dimensions, metadata.head, head_layer)
     masked = [name for name in shapes if {f"{name}:mask", f"{name}:mask{CODED}", MASKS} & entries.keys()]
+    masked += [name for name, shape in shapes.items() if LEVELS in entries and len(shape) > 1]
     weights = sum(math.prod(shapes[name]) for name in masked)
     return Summary(metadata, about["backbone"], head_layer, about["metrics"], taken, weights)
 

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
     from bitgraft.transforms.base import Transform, Weight
     from bitgraft.transforms.bits import Surrogate
-    from bitgraft.transforms.masked import Masked, MaskRule
-    from bitgraft.transforms.shared_masks import Borrowing
+    from bitgraft.transforms.masked import MaskRule
 
 K = float | Literal["learn"]
+LEAST_BITS, MOST_BITS = 0.05, 4
 
 
 @dataclass(frozen=True)
@@ -65,16 +65,33 @@ class MaskOptions(Options):
         return usual, scale_free
 
 
+@dataclass(frozen=True)
+class FullOptions(MaskOptions):
+    """With `bits`, W~ = W + step Q in place of the masks."""
+
+    bits: float | None = None
+    """What the file may take for each weight, head apart; None: a mask, one bit, and k."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fits = self.bits is None or (is_number(self.bits) and LEAST_BITS <= self.bits <= MOST_BITS)
+        require(fits, "bits", self.bits, f"give a number from {LEAST_BITS} to {MOST_BITS}")
+
+
 def _either(words: tuple[str, ...]) -> str:
     return " or ".join(map(repr, words))
 
 
 def masked(
     weight: Weight, tensor: Tensor, options: MaskOptions, rng: torch.Generator | None, before: Sequence[Transform]
-) -> Masked | Borrowing:
+) -> Transform:
+    from bitgraft.transforms.levels import Levels
     from bitgraft.transforms.masked import Masked
     from bitgraft.transforms.shared_masks import Borrowing, own_mask
 
+    if isinstance(options, FullOptions) and options.bits is not None:
+        require(not before, "bits", options.bits, "masks of earlier tasks cannot be mixed in; leave out one of them")
+        return Levels(weight, uniform(weight.shape, 0.0, 0.0, rng, tensor) if rng is not None else None)
     scores = uniform(weight.shape, *options.init, rng, tensor) if rng is not None else None
     own = Masked(weight, options.rule(weight), scores)
     earlier = [mask for transform in before if (mask := own_mask(transform)) is not None]
@@ -86,7 +103,7 @@ FILTER = "a mask that filters the weights; norm layers frozen, starting as its o
 PIGGYBACK = MaskOptions(norms=False, k0=0.0, k1=0.0, k2=0.0, k3=1.0, threshold=5e-3, init=(1e-2, 1e-2))
 OWN_NORMS = replace(PIGGYBACK, norms=True)
 
-register_method(Method("full", LEARNED, "W~ = k0 W + k1 1 + k2 M + k3 W∘M", MaskOptions(), masked, borrows=True))
+register_method(Method("full", LEARNED, "W~ = k0 W + k1 1 + k2 M + k3 W∘M", FullOptions(), masked, borrows=True))
 register_method(
     Method(
         "simple", "full without the product term (the paper)", "W~ = k0 W + k1 1 + k2 M", MaskOptions(k3=0.0), masked

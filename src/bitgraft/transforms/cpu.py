@@ -193,16 +193,18 @@ def to_mask_and_k(grad, weight, scores, k, threshold, out, sums, places, first, 
             _slopes(g[begin:end], w[begin:end], to[begin:end], k2, k3)
 
 
-@compiled("i8(u8[::1], u8[::1], u1[::1], u8[::1], u8[::1], u1[::1])")
-def unroll(states, words, symbol_of, width, base, out):  # type: ignore[no-untyped-def]
+@compiled("i8(u8[::1], u8[::1], u1[:, ::1], u8[:, ::1], u8[:, ::1], i8[::1], u1[::1])")
+def unroll(states, words, symbol_of, width, base, ends, out):  # type: ignore[no-untyped-def]
     """As `bitgraft.format.entropy_coding` does it, a lane at a time."""
-    lanes, read, start = len(states), 0, 0
+    lanes, read, start, table = len(states), 0, 0, 0
     while start < len(out):
         for lane in range(min(lanes, len(out) - start)):
+            while start + lane >= ends[table]:
+                table += 1
             state = states[lane]
             slot = state & np.uint64((1 << 14) - 1)
-            symbol = symbol_of[slot]
-            state = width[symbol] * (state >> np.uint64(14)) + slot - base[symbol]
+            symbol = symbol_of[table, slot]
+            state = width[table, symbol] * (state >> np.uint64(14)) + slot - base[table, symbol]
             if state < np.uint64(1 << 16):
                 if read == len(words):
                     return -1

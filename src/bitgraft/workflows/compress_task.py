@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bitgraft.backbone.files import check_name
-from bitgraft.compression.compress import Compression, compress
+from bitgraft.compression.compress import BITS, Compression, compress
 from bitgraft.compression.distil import CALIBRATION
 from bitgraft.compression.source import file_of, is_task, opened
 from bitgraft.data.dataset import ImageDataset
@@ -36,8 +36,8 @@ class Job:
     data: str | None = None
     """A data set, to measure accuracy on and to calibrate with."""
     calibrate: bool = False
-    masks: bool = False
-    """Calibrate the masks, too."""
+    bits: float = BITS
+    """What the file takes for each weight, head apart."""
     config: Config = CALIBRATION
     options: Mapping[str, Any] = field(default_factory=dict)
     workers: int = 0
@@ -81,7 +81,7 @@ def run(
             classes,
             calibrate_on=training,
             config=job.config,
-            masks=job.masks,
+            bits=job.bits,
             test=test,
             callbacks=callbacks,
             workers=job.workers,
@@ -90,7 +90,6 @@ def run(
         size = 4 * sum(parameter.numel() for parameter in copy.parameters())
     if measured_on == "val":
         made.task.metrics = _as_validated(made.task.metrics)
-    made.task.freeze()
     if store is None:
         assert backbone is not None
         store = Store.create(folder, backbone, net)

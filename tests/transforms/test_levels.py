@@ -1,0 +1,104 @@
+"""Levels: whole steps against a slow reference, the bits they take, and training that ends with the bits asked for."""
+
+import math
+
+import pytest
+import torch
+from tiny import batch, run, tiny
+from torch.utils.data import TensorDataset
+
+from bitgraft import Config, Network, TaskError, compact, fit
+from bitgraft.format.inspect import inspect_file
+from bitgraft.transforms.base import Weight
+from bitgraft.transforms.levels import DEAD, Levels, entropy, quantized, spend
+
+
+def levels(shape: tuple[int, ...] = (40, 50), seed: int = 0, scale: float = 0.01) -> Levels:
+    made = Levels(Weight("w", torch.Size(shape), "linear"), torch.zeros(shape))
+    with torch.no_grad():
+        made.scores.copy_(scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
+    return made.eval()
+
+
+def test_whole_steps_against_the_definition():
+    change = torch.tensor([0.0, 0.1, -0.64, 0.66, -1.64, 1.66, 1000.0])
+    assert quantized(change, 1.0).tolist() == [0, 0, 0, 1, -1, 2, 127]
+    assert math.isclose(DEAD, 0.65)
+
+
+def test_entropy_against_the_definition():
+    counts = torch.tensor([[12, 2, 2], [5, 0, 0]])
+    expected = -(0.75 * math.log2(0.75) + 2 * 0.125 * math.log2(0.125)) + 0.25
+    torch.testing.assert_close(entropy(counts), torch.tensor([expected, 0.0]))
+
+
+def test_the_step_is_the_best_one_and_freezing_changes_no_bit():
+    made = levels()
+    made.cell.fill_(0.02)
+    weight = torch.randn(40, 50)
+    before, change = made(weight), made.change()
+    for other in (0.98, 1.02):
+        assert (made.scores - change).square().sum() <= (made.scores - other * change).square().sum()
+    made.freeze()
+    assert made.scores is None
+    assert torch.equal(made(weight), before)
+
+
+def test_gradients_go_straight_through_and_hardness_mixes():
+    made, weight = levels().train(), torch.randn(40, 50)
+    made.cell.fill_(0.02)
+    made.hardness = 0.25
+    out = made(weight)
+    torch.testing.assert_close(out, weight + 0.25 * made.change() + 0.75 * made.scores)
+    out.backward(grad := torch.randn(40, 50))
+    assert torch.equal(made.scores.grad, grad)
+
+
+@pytest.mark.parametrize("budget", [0.3, 1.0, 3.0])
+def test_cells_spend_the_budget(budget):
+    some = [levels((60, 70), 1), levels((50, 99), 2, scale=0.1), levels((9, 9), 3, scale=0.0)]
+    spend(some, budget * (60 * 70 + 50 * 99), sample=1 << 20)
+    taken = sum(one.bits() - 32 for one in some)
+    assert taken == pytest.approx(budget * (60 * 70 + 50 * 99), rel=0.02)
+    assert float(some[0].cell) < float(some[1].cell)
+
+
+def test_states_of_learning_and_frozen_levels_refuse_each_other():
+    learning, frozen = levels(), levels()
+    frozen.freeze()
+    with pytest.raises(TaskError, match="is frozen here and learns in this state, or the reverse"):
+        learning.load_state_dict(frozen.state_dict())
+
+
+def test_training_ends_with_the_bits_asked_for(tmp_path):
+    net = Network(tiny(width=160))
+    images = batch(32)
+    labels = (images.mean((1, 2, 3)) > 0).long()
+    task = net.add_task("small", classes=2, bits=0.9)
+    result = fit(net, "small", TensorDataset(images, labels), config=Config(steps=30, batch=16), progress=False)
+    assert result.history[-1]["train_loss"] < result.history[0]["train_loss"]
+    compact(task)
+    said = run(net.eval(), images, task="small")
+    net.save_task("small", tmp_path / "small.safetensors")
+    assert 0.8 < inspect_file(tmp_path / "small.safetensors").bits_per_weight <= 0.9
+    fresh = Network(tiny(width=160)).eval()
+    fresh.load_task(tmp_path / "small.safetensors")
+    assert torch.equal(run(fresh.eval(), images, task="small"), said)
+
+
+def test_what_bits_cannot_be_is_refused(tmp_path):
+    net = Network(tiny())
+    for bits in (0, 5, "few", float("nan")):
+        with pytest.raises(TaskError, match=r"bits=.*: give a number from"):
+            net.add_task("small", classes=2, bits=bits)
+    with pytest.raises(TaskError, match="method 'simple' has no option 'bits'"):
+        net.add_task("small", classes=2, method="simple", bits=1)
+    net.add_task("first", classes=2)
+    with pytest.raises(TaskError, match="masks of earlier tasks cannot be mixed in"):
+        net.add_task("small", classes=2, borrow=["first"], bits=1)
+    net.add_task("small", classes=2, bits=1)
+    with pytest.raises(TaskError, match="bits=1 cannot be met: norm layers and the header alone take"):
+        compact(net.tasks["small"])
+    net.add_task("other", classes=2, bits=1)
+    with pytest.raises(TaskError, match="bits=1 cannot be met"):
+        fit(net, "other", TensorDataset(batch(8), torch.arange(8) % 2), progress=False)
