@@ -151,7 +151,7 @@ def spend(levels: Sequence[Levels], budget: float, sample: int = 1 << 11) -> Non
     """Choose the cells so that all Q together take about so many bits, judged by a sample of each weight.
 
     A cell grows with the square root of the size of its weight's R: between one cell for all, which has the least
-    squared error for the bits, and the same relative error everywhere. Nothing here waits for the device.
+    squared error for the bits, and the same relative error everywhere.
     """
     changes = [one.scores.detach().flatten() for one in levels if one.scores is not None]
     some = [change[:: max(1, len(change) // sample)] for change in changes]
