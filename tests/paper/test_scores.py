@@ -102,7 +102,7 @@ def test_the_papers_scores_follow_from_its_accuracies() -> None:
         <= printed
         <= decathlon_score(100 - value - 0.05, errors[domain]) + 0.5
     ]
-    assert outside == [("Ours (F)", "daimlerpedcls")]  # docs/results/decathlon-scores.md says why
+    assert outside == [("Full", "daimlerpedcls")]  # docs/results/decathlon-scores.md says why
 
 
 @pytest.mark.parametrize("domain", domain_titles())

@@ -60,7 +60,8 @@ def test_python_and_the_command_line_make_the_same_file(folder, tmp_path, monkey
     fit(net, "colours", "photos", config=CONFIG.changed(resize=18))
     task = bitgraft.compact(net.tasks["colours"])
     filed = store.archive("colours")
-    task.metrics = dict(filed.metrics)  # the command measures once more, after rounding
+    task.metrics = dict(filed.metrics)  # the command measures once more, after rounding,
+    task.description = filed.description  # and describes the images
     assert saved(net, tmp_path) == store.path("colours").read_bytes()
 
 
