@@ -26,16 +26,7 @@ from bitgraft.workflows.prediction import task_session
 log = logging.getLogger("bitgraft.serving")
 BUSY = 16  # images that a task answers on PyTorch before it gets a session
 BUSIER = 1.5  # times as busy must be who takes another's place, or tasks that are equally busy would take turns
-EXPORT = """
-import sys
-from bitgraft.store import Store
-from bitgraft.workflows.prediction import task_session
-store, task = Store(sys.argv[1]), sys.argv[2]
-net = store.network().eval()
-if task != net.original:
-    store.load(net, task)
-task_session(net, task)
-"""
+EXPORT = "bitgraft.serving.export_graph"
 MEMORY = 1024  # images of all tasks after which what was counted weighs half
 
 
@@ -200,7 +191,7 @@ class Sessions:
 
 def export_graph(store: Path, task: str) -> None:
     """Put a task's graph into the cache, or why it has none: in a process of its own, as `GraphCache` says."""
-    made = subprocess.run([sys.executable, "-c", EXPORT, store, task], capture_output=True, text=True)
+    made = subprocess.run([sys.executable, "-m", EXPORT, store, task], capture_output=True, text=True)
     if made.returncode:
         raise ExportError((made.stderr.strip().splitlines() or [f"exporting ended with {made.returncode}"])[-1])
 

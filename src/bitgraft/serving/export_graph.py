@@ -1,0 +1,21 @@
+"""`python -m bitgraft.serving.export_graph STORE TASK`: puts a task's ONNX graph into the cache, or why it has none.
+
+A process of its own, since tracing changes how every module of a process is called while it lasts.
+"""
+
+import sys
+
+from bitgraft.store import Store
+from bitgraft.workflows.prediction import task_session
+
+
+def main(folder: str, task: str) -> None:
+    store = Store(folder)
+    net = store.network().eval()
+    if task != net.original:
+        store.load(net, task)
+    task_session(net, task)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
