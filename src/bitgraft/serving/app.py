@@ -18,7 +18,7 @@ from bitgraft import __version__
 from bitgraft.serving.access import Access
 from bitgraft.serving.admin import add_admin
 from bitgraft.serving.engine import Service
-from bitgraft.serving.examples import METRICS, PREDICTION, PREDICTIONS, STATUS, TASK, TASKS, answer
+from bitgraft.serving.examples import FOUND, METRICS, PREDICTION, PREDICTIONS, STATUS, TASK, TASKS, answer
 from bitgraft.serving.inference_protocol import add_inference_protocol
 from bitgraft.serving.refusals import Refusal
 from bitgraft.serving.uploads import Uploads
@@ -97,7 +97,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 def _add_predictions(app: FastAPI, service: Service, uploads: Uploads) -> None:
-    @app.post("/v1/predict/auto", response_model=FoundPredictions, openapi_extra=BODY)
+    @app.post("/v1/predict/auto", response_model=FoundPredictions, openapi_extra=BODY, responses=answer(FOUND))
     async def find(request: Request, top: Top = 5) -> Any:
         """The task of each image, found by its description, and that task's answers; null where it is unknown."""
         began = time.perf_counter()

@@ -8,6 +8,10 @@ PREDICTIONS = {
     "milliseconds": 31.2,
     "tasks": [PREDICTION, {**PREDICTION, "task": "cars", "answers": [[{"class": "van", "probability": 0.41}]]}],
 }
+FOUND = {
+    "milliseconds": 58.3,
+    "images": [{"task": "flowers", "route": [{"task": "flowers", "score": 0.98}], "answers": _BEST}],
+}
 _ROW = {
     "name": "flowers",
     "version": "9c4b1f6a02d7e385",
@@ -18,6 +22,7 @@ _ROW = {
     "bytes": 795904,
     "bits_per_weight": 1.37,
     "density": 0.5,
+    "described": True,
 }
 TASKS = {
     "backbone": "tf_efficientnet_lite0",

@@ -189,9 +189,12 @@ class Library:
             {"name": layer.name, "density": layer.density, "k": [spread.mean for spread in layer.k] or None}
             for layer in found.layers
         ]
-        version = {"version": xxhash.xxh3_64_hexdigest(read_whole(path)), "density": found.density}
-        copy = {"copy_bytes": self.store.size.copy_bytes(found.bytes["head"])}
-        about = found.listed(name, self.store.size.weights) | version | copy
+        about = found.listed(name, self.store.size.weights) | {
+            "version": xxhash.xxh3_64_hexdigest(read_whole(path)),
+            "density": found.density,
+            "copy_bytes": self.store.size.copy_bytes(found.bytes["head"]),
+            "described": task.description is not None,
+        }
         return Entry(name, inner, task.classes, preprocessing_of(self.net, inner), about, tuple(layers), share)
 
     def _report(self, errors: dict[str, str]) -> None:

@@ -26,6 +26,7 @@ def fit_description(features: Tensor, labels: Tensor, classes: int, rank: int) -
     present = sorted(set(labels.tolist()))
     if len(features) <= len(present):
         raise DataError(f"a description needs several images of a class, and there are {len(features)} in all")
+    features = features.double()  # with fewer images than features, LAPACK does not converge in float32
     mean = features.mean(0)
     apart = features - mean
     basis = torch.linalg.eigh(apart.T @ apart)[1][:, -rank:].T
