@@ -16,10 +16,8 @@ from bitgraft.workflows.prediction import torch_scores
 
 def find(library: Library, images: Sequence[bytes], top: int, max_pixels: int) -> list[dict[str, Any]]:
     """Each image's task as the store is now, the likeliest tasks, and its answers."""
-    net, entries = (
-        library.net,
-        {name: entry for name, entry in library.tasks.items() if entry.name != library.net.original},
-    )
+    net = library.net
+    entries = {name: entry for name, entry in library.tasks.items() if entry.name != net.original}
     tasks = {name: net.tasks[entry.inner] for name, entry in entries.items()}
     ways = list(dict.fromkeys(entry.preprocessing for entry in entries.values()))
     decoded = [decode(data, ways, max_pixels, f"image {i + 1}") for i, data in enumerate(images)]
