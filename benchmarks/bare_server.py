@@ -55,6 +55,7 @@ def main() -> None:
         return {"task": task, "answers": [await run_in_threadpool(answer, await request.body())]}
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as where uvicorn binds it
         print(f"http://127.0.0.1:{listener.getsockname()[1]}/", flush=True)
         uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listener])
 
