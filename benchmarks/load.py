@@ -32,7 +32,7 @@ import torch
 from benchmarks.bare_server import Model
 from benchmarks.load_report import BARE, EXACT, LIT, ONE, PLAIN, TEN, ZIPF, compare, page, short
 from benchmarks.traffic import Asked, Side, get, picture, post, running, traffic
-from bitgraft.cli.predict import _right, _run
+from bitgraft.cli.predict import _right, _run, _scores
 from bitgraft.data.preprocessing import evaluation_tensor
 from bitgraft.data.splits import open_data
 from bitgraft.export.onnx_file import onnx_bytes
@@ -41,7 +41,6 @@ from bitgraft.network import Network
 from bitgraft.store import Backbone, Store
 from bitgraft.workflows.prediction import (
     best,
-    choose_engine,
     preprocessing_of,
     probabilities,
     task_session,
@@ -160,14 +159,16 @@ def measure(backbone: Backbone, files: int, asked: argparse.Namespace) -> dict[s
         order = list(sides.values())
 
         def go(side: Side, seconds: float) -> None:
-            traffic(side, pictures, seconds, asked.clients)
+            with side.alone(order):
+                traffic(side, pictures, seconds, asked.clients)
 
         for side in order:
             warm_up(side, partial(go, side, asked.seconds))
         for number in range(asked.rounds):
             for side in order if number % 2 == 0 else order[::-1]:
                 go(side, asked.seconds)
-        cold = statistics.median(cold_answer(sides[ZIPF], f"task-{MANY - 1 - n}", pictures[n]) for n in range(5))
+        with sides[ZIPF].alone(order):
+            cold = statistics.median(cold_answer(sides[ZIPF], f"task-{MANY - 1 - n}", pictures[n]) for n in range(5))
         rows = {title: side.plain() for title, side in sides.items()}
     return compare(rows, over, cold, asked.clients)
 
@@ -209,7 +210,7 @@ def over_files(folder: Path, on: Subjects, count: int, rounds: int) -> dict[str,
     work: dict[str, Callable[[], Any]] = {
         "loop": loop,
         "predict": lambda: list(_run(net, task, [str(path) for path in paths], 5, "auto", {})),
-        "eval": lambda: _right(net, task, images, 128, 0, choose_engine(net, task, "auto", count)[0]),
+        "eval": lambda: _right(net, task, images, 128, 0, _scores(net, task, "auto", count)),
     }
     speeds: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(rounds):

@@ -68,6 +68,16 @@ class Side:
     def family(self) -> list[int]:
         return [process for parent in self.processes for process in _family(parent)]
 
+    @contextmanager
+    def alone(self, others: "Sequence[Side]") -> Iterator[None]:
+        """The other sides are stopped meanwhile: LitServe, for one, keeps a core busy while it waits for requests."""
+        idle = [process for side in others if side is not self for process in side.family()]
+        _signal(idle, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            _signal(idle, signal.SIGCONT)
+
     def megabytes(self) -> float:
         """Private memory, and the largest share of files: libraries, mostly."""
         anonymous, files = zip(*map(_memory, self.family()), strict=True)
@@ -99,6 +109,12 @@ def running(command: Sequence[str], threads: int) -> Iterator[tuple[int, int]]:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # whoever is left of it
         process.wait()
+
+
+def _signal(processes: Sequence[int], number: signal.Signals) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, number)
 
 
 def _answers(port: int) -> bool:

@@ -1,6 +1,7 @@
 """The parts of the service by themselves: turns, the library, pictures, keys, sizes."""
 
 import io
+import socket
 import threading
 import weakref
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from bitgraft.serving.predictions import FORMATS, decode
 from bitgraft.serving.refusals import Refusal
 from bitgraft.serving.scheduler import Scheduler
 from bitgraft.serving.settings import Settings
+from bitgraft.serving.supervisor import listen
 
 WANTED = [Preprocessing.from_dict(PREPROCESSING)]
 
@@ -386,3 +388,11 @@ def test_settings_out_of_bounds_are_one_sentence(name, value, expected):
     with pytest.raises(ServingError) as refused:
         Settings(store=".", **{name: value})
     assert str(refused.value) == f"{name} {value}: {expected}"
+
+
+def test_answers_do_not_wait_for_acknowledgements(tmp_path):
+    """With Nagle's algorithm an answer's body is held back until the client acknowledges its headers, 40 ms later."""
+    with listen(Settings(store=tmp_path, port=0)) as listener:
+        listener.setblocking(True)
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

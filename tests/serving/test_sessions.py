@@ -316,7 +316,3 @@ def test_a_task_that_is_not_there_cannot_be_pinned(place, monkeypatch):
     monkeypatch.delitem(sys.modules, "served_net", raising=False)
     with pytest.raises(ServingError, match="no task 'fish' to pin; the store has birds, cars"):
         open_library(Settings(store=place[0] / "store", pin=("fish",)))
-
-
-def test_memory_is_given_back():
-    tiers.give_memory_back()  # no more than that it works here: what it returns is measured in docs/serving.md

@@ -10,6 +10,7 @@ import typer
 from bitgraft.cli.app import app
 from bitgraft.cli.output import FAILURE, INTERRUPTED, USAGE
 from bitgraft.errors import BitgraftError, UnknownBackboneError
+from bitgraft.runtime.memory import keep_freed_memory
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # of the click inside typer, or of the one beside it
 LINGER = 5.0  # seconds
@@ -21,6 +22,7 @@ for name in MODULES.split():
 
 def main() -> None:
     """Run the command line: mistakes become one sentence and an exit code, never a traceback."""
+    keep_freed_memory()
     try:
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without ∘ still gets its table
         code = app(prog_name="bitgraft", standalone_mode=False)

@@ -4,7 +4,6 @@ Sessions and PyTorch's computed weights share one budget of bytes. When it is us
 the least recently used session, unless that one is busier still. Pinned tasks have theirs from the start, and keep it.
 """
 
-import ctypes
 import logging
 import queue
 import subprocess
@@ -12,13 +11,13 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary, WeakSet
 
 from bitgraft.errors import ExportError
 from bitgraft.runtime.engines import COPIES, Session
+from bitgraft.runtime.memory import give_memory_back
 from bitgraft.runtime.onnx_graph import MissingGraphError
 from bitgraft.serving.library import Entry, Library
 from bitgraft.workflows.prediction import task_session
@@ -194,9 +193,3 @@ def export_graph(store: Path, task: str) -> None:
     made = subprocess.run([sys.executable, "-m", EXPORT, store, task], capture_output=True, text=True)
     if made.returncode:
         raise ExportError((made.stderr.strip().splitlines() or [f"exporting ended with {made.returncode}"])[-1])
-
-
-def give_memory_back() -> None:
-    """Let the C library return what was freed to the system; glibc keeps it otherwise."""
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)

@@ -42,7 +42,7 @@ def serve(settings: Settings) -> int:
     set_up_logging(settings.log_format)
     torch.set_num_threads(1)  # a process that has run several threads cannot be forked
     library = open_library(settings)
-    listener = _listen(settings)
+    listener = listen(settings)
     if settings.sessions:
         prepare_graphs(settings, library)
     with share_folder():
@@ -90,14 +90,14 @@ def prepare_graphs(settings: Settings, library: Library) -> None:
         log.warning("tasks run on PyTorch: %s", reason)
 
 
-def _listen(settings: Settings) -> socket.socket:
+def listen(settings: Settings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=1024)
     except (OSError, OverflowError) as cause:
         raise ServingError(f"cannot listen on {settings.host} port {settings.port}: {cause}") from cause
     listener.setblocking(False)
-    # asyncio does this only for sockets that it binds itself; without it each answer waits 40 ms for an acknowledgement.
+    # asyncio does this for sockets that it binds itself. Without it each answer waits 40 ms for an acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 

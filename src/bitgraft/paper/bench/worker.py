@@ -28,6 +28,7 @@ from bitgraft.paper.bench.suite import Cell, Suite
 from bitgraft.paper.from_dict import from_dict
 from bitgraft.paper.parameter_counts import headless_parameters
 from bitgraft.paper.report.records import ORIGINAL
+from bitgraft.runtime.memory import keep_freed_memory
 from bitgraft.store import Backbone
 from bitgraft.training import runs as run_folders
 from bitgraft.training.callbacks import Clock
@@ -150,6 +151,7 @@ def main() -> int:
     suite, cell = parse(job["suite"]), from_dict(Cell, job["cell"])
     place = Place(Path(job["root"]), Path(job["runs"]), job["threads"], job["workers"])
     torch.set_num_threads(place.threads)
+    keep_freed_memory()
     try:
         run_cell(suite, cell, place, gone.is_set)
     except StoppedError:
