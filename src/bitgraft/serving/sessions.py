@@ -16,7 +16,7 @@ from pathlib import Path
 from weakref import WeakKeyDictionary, WeakSet
 
 from bitgraft.errors import ExportError
-from bitgraft.runtime.engines import COPIES, Session
+from bitgraft.runtime.engines import Session
 from bitgraft.runtime.memory import give_memory_back
 from bitgraft.runtime.onnx_graph import MissingGraphError
 from bitgraft.serving.library import Entry, Library
@@ -178,7 +178,7 @@ class Sessions:
     def _estimate(self) -> int:
         """What the next session will take."""
         known = next((held.session.nbytes for held in self._held.values()), None)
-        return known or COPIES * 4 * self._library.store.size.parameters
+        return known or 4 * self._library.store.size.parameters
 
     def _on_torch(self, entry: Entry, reason: str) -> None:
         if entry.name in self._pinned:
