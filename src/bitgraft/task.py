@@ -273,6 +273,7 @@ def dotless(name: str) -> str:
     return "·" + name.replace(".", "·")
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def dotted(key: str) -> str:
     return key[1:].replace("·", ".")
 

@@ -59,7 +59,9 @@ class TaskModule:
 
     def switch_to(self, task: Task) -> None:
         """Run another task from now on, which differs in tensors alone. Its weights go where the last one's are."""
-        self.task, self._mode = task, ()
+        if _replaced(task) != _replaced(self.task):
+            self._mode = ()  # the backbone's own tensors go elsewhere
+        self.task, self._sources, self._computed = task, task.sources(), None
         place_head(self.module, task)
         with torch.inference_mode(False):
             for name in task.transforms.keys() - self._buffers.keys():
@@ -126,7 +128,7 @@ class TaskModule:
 
     def _share(self, backbone: Mapping[str, Tensor]) -> None:
         """What the task does not replace: the backbone's parameters out of gradients' reach, copies of its buffers."""
-        replaced = {*self.task.owned, *self.task.transforms}
+        replaced = _replaced(self.task)
         for name, tensor in backbone.items():
             if name not in replaced:
                 own = tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
@@ -161,6 +163,11 @@ class TaskModule:
         for name in self.task.transforms:
             if (tensor := tensors[name]).requires_grad and not tensor.is_leaf:
                 tensor.register_hook(partial(_drop, self._slots[name], weakref.ref(tensor)))  # type: ignore[no-untyped-call]
+
+
+def _replaced(task: Task) -> set[str]:
+    """The backbone's tensors in whose place the task has others."""
+    return {*task.owned, *task.transforms}
 
 
 def _drop(places: list[Slot], before: "weakref.ref[Tensor]", grad: Tensor) -> None:
