@@ -2,8 +2,7 @@
 
 Each argument is a folder of `bitgraft bench domains` or `bitgraft bench bits`. Bits are those of the task files, head
 apart, for each weight that `full` would mask. A row counts once it has every domain that all rows have; its bar is the
-standard deviation over seeds. The points go into a JSON file and the figure; the table
-is printed.
+standard deviation over seeds. The points go into a JSON file and the figure; the table is printed.
 """
 
 import argparse
@@ -18,6 +17,7 @@ from bitgraft.format.inspect import inspect_file
 from bitgraft.paper.figures import COLOURS, draw, save
 from bitgraft.store import Store
 
+FEWEST = 0.01  # bits; below, the file is its head and a few numbers
 Runs = dict[tuple[str, str], dict[int, dict[str, tuple[float, float]]]]
 """(backbone, row's title) -> seed -> domain -> (bits per weight, test accuracy in percent)."""
 
@@ -62,20 +62,26 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def panel(axes: Any, rows: list[dict[str, Any]], backbone: str) -> None:
-    """LoRA's ranks are one line, the tasks of so many bits another; every point has its name."""
-    families = {"LoRA": ("LoRA", COLOURS[1]), "Bits": ("`bits=`", COLOURS[0])}
-    for start, (label, colour) in families.items():
-        line = [row for row in rows if row["row"].startswith(start)]
-        if line:
-            axes.plot([r["bits"] for r in line], [r["accuracy"] for r in line], "-", color=colour, label=label)
-    for row in rows:
-        colour = next((c for start, (_, c) in families.items() if row["row"].startswith(start)), COLOURS[2])
-        axes.errorbar(row["bits"], row["accuracy"], row["spread"] or 0, fmt="o", color=colour, capsize=2)
-        axes.annotate(row["row"], (row["bits"], row["accuracy"]), (4, 4), textcoords="offset points", fontsize=7)
-    axes.set(xscale="log", xlabel="bits per weight, head apart", ylabel="mean accuracy, %", title=backbone)
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(loc="lower right")
+def panel(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
+    """Ours in one colour, LoRA's ranks in another; methods that add no bits are a line across."""
+    free = [row for row in rows if row["bits"] < FEWEST]
+    for row in free:
+        axes.axhline(row["accuracy"], color="grey", linestyle=":")
+        axes.annotate(row["row"], (1, row["accuracy"]), (-2, 3), ("axes fraction", "data"), "offset points", ha="right")
+    for row in [row for row in rows if row not in free]:
+        ours = row["row"].startswith("Full")
+        colour = COLOURS[1] if ours else COLOURS[0] if row["row"].startswith("LoRA") else "grey"
+        size, weight = (8, "bold") if ours else (6, "normal")
+        axes.errorbar(
+            row["bits"], row["accuracy"], row["spread"] or 0, fmt="o", color=colour, markersize=size, capsize=2
+        )
+        label = {"ha": "center", "weight": weight, "color": colour if colour != "grey" else "black"}
+        axes.annotate(row["row"], (row["bits"], row["accuracy"]), (0, 8), textcoords="offset points", **label)
+    axes.set(xscale="log", xlabel="bits per weight that a task adds", ylabel="mean accuracy, %", title=title)
+    ticks = [0.25, 0.5, 1, 2, 4, 8, 16, 32]
+    axes.set_xticks(ticks, ["¼", "½", *map(str, ticks[2:])])
+    axes.set_xticks([], minor=True)
+    axes.margins(x=0.15, y=0.15)
 
 
 def main() -> None:

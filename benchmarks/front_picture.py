@@ -1,49 +1,27 @@
-"""`python -m benchmarks.front_picture demo/store docs/front.png`: the README's picture, from what `make demo` left.
+"""`python -m benchmarks.front_picture demo/store docs/front.png`: the README's picture.
 
-Left, accuracy against bits per weight for every method on the digits; right, held-out images with answers of `full`.
-When a suite has the curve on several domains, it takes the left side's place.
+Left, accuracy against bits per weight, the mean of ten domains (`benchmarks.curve`); right, held-out images with the
+answers of `full`, from the store that `make demo` left.
 """
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.curve import panel
 from bitgraft.data.dataset import ImageDataset
 from bitgraft.data.decode import load
 from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.data.splits import open_data
-from bitgraft.format.inspect import inspect_file
-from bitgraft.format.summary import accuracy
 from bitgraft.paper import demo
-from bitgraft.paper.figures import COLOURS, OURS, matplotlib_figure, rendered
+from bitgraft.paper.figures import COLOURS, matplotlib_figure, rendered
 from bitgraft.store import Store
 
-NAMES = {
-    "classifier": "linear probe",
-    "norms": "norms only",
-    "lora": "LoRA",
-    "full": "bitgraft full",
-    "finetune": "fine-tuning",
-}
-
-
-def curve(axes: Any, store: Store) -> None:
-    for method in demo.METHODS["digits"]:
-        found = inspect_file(store.path(f"digits-{method}"))
-        share = accuracy(found.metrics)[1]
-        assert share is not None
-        bits, ours = found.bits_per(store.size.weights), method == OURS
-        colour = COLOURS[1] if ours else COLOURS[0]
-        axes.plot(bits, 100 * share, "o", color=colour, markersize=10 if ours else 6)
-        label = {"ha": "center", "color": colour if ours else "black", "weight": "bold" if ours else "normal"}
-        axes.annotate(NAMES[method], (bits, 100 * share), xytext=(0, 9), textcoords="offset points", **label)
-    axes.set_xscale("symlog", linthresh=0.25, linscale=0.5)
-    axes.set_xticks([0, 0.25, 1, 4, 32], ["0", "¼", "1", "4", "32"])
-    axes.set_xticks([], minor=True)
-    axes.set(xlabel="bits per weight that a task adds", ylabel="accuracy on held-out digits, %", xlim=(-0.2, 70))
-    axes.margins(y=0.18)
+CURVE = Path(__file__).parent / "results" / "curve.json"
+TITLE = "EfficientNet-Lite0 at 64 px, mean of ten domains"
 
 
 def answers(axes: Any, store: Store, net: Any, data: str, place: int) -> None:
@@ -69,7 +47,7 @@ def main(folder: str, out: str) -> None:
     with matplotlib_figure() as figure_class:
         figure = figure_class(figsize=(9, 3.4), layout="constrained", dpi=150)
         left, right = figure.subfigures(1, 2, width_ratios=(1, 1))
-        curve(left.subplots(), store)
+        panel(left.subplots(), json.loads(CURVE.read_text()), TITLE)
         grid = right.subplots(2, 4)
         for row, data in zip(grid, demo.DATA, strict=True):
             for place, axes in enumerate(row):

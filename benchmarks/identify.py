@@ -8,12 +8,12 @@ run takes minutes. Three seeds draw the images that describe and calibrate; task
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 
 import torch
 from torch import Tensor
 
-from benchmarks.identify_cost import cost
+from benchmarks.identify_cost import alternating, cost
 from benchmarks.identify_data import MOST, Collection, Domain, picked
 from benchmarks.identify_split import split_tables
 from bitgraft.format.description import Description
@@ -76,6 +76,12 @@ class Trial:
             centre, scale = (torch.stack([getattr(one, how)() for one in own]) for how in ("mean", "std"))
             found = {name: (scores - centre) / scale for name, scores in found.items()}
         return found
+
+    def milliseconds(self, scorer: type[scorers.Scorer]) -> float:
+        """Of scoring one image's features for all tasks, after the backbone's forward pass."""
+        made = scorer([self.descriptions[name] for name in self.names])
+        (times,) = alternating(lambda: made(self.domains[0].features["test"][:1]))
+        return 1000 * median(times)
 
     def own(self, what: str, part: str = "test") -> Scores:
         """By the tasks' own logits, for the images that they ran on."""
@@ -166,14 +172,15 @@ def spread(values: Sequence[float], digits: int = 1, scale: float = 100) -> str:
 
 def stage_one(trials: Sequence[Trial]) -> Iterator[str]:
     """Plain features alone, all test images of all domains."""
-    yield "| scorer | task right, mean of domains % | all images % | AUROC, pairs | FPR@95, pairs % |"
-    yield "|---|---|---|---|---|"
+    yield "| scorer | task right, mean of domains % | all images % | AUROC, pairs | FPR@95, pairs % | ms per image |"
+    yield "|---|---|---|---|---|---|"
     every = [("NearestMean", False), ("Mahalanobis", False), ("Mahalanobis", True), ("RelativeMahalanobis", False)]
     for name, standard in [*every, ("Likelihood", False)]:
         found = [trial.route(getattr(scorers, name), standard=standard) for trial in trials]
         right, apart = [accuracy(f, trials[0].names) for f in found], [pairs(f, trials[0].names) for f in found]
         cells = [spread([r[0] for r in right]), spread([r[1] for r in right])]
         cells += [spread([p[0] for p in apart], 3, 1), spread([p[1] for p in apart])]
+        cells.append(f"{trials[0].milliseconds(getattr(scorers, name)):.2f}")
         yield f"| {name}{', standardised' if standard else ''} | {' | '.join(cells)} |"
 
 

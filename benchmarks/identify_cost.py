@@ -27,7 +27,7 @@ def cost() -> Iterator[str]:
     scorer, network = Likelihood([one] * TASKS), resnet50_v1().eval()
     images, features = torch.randn(1, 3, 224, 224), torch.randn(1, FEATURES)
     with torch.inference_mode():
-        sides = _alternating(lambda: network(images), lambda: scorer(features))
+        sides = alternating(lambda: network(images), lambda: scorer(features))
     held = [t for t in vars(scorer).values() if isinstance(t, torch.Tensor)]
     forward, route = (1000 * median(side) for side in sides)
     yield "| ResNet-50 forward, ms | routing, ms | ratio (forward + routing) / forward | in files, MB | stacked, MB |"
@@ -36,7 +36,7 @@ def cost() -> Iterator[str]:
     yield f"| {forward:.0f} | {route:.1f} | {(forward + route) / forward:.3f} | {sizes} |"
 
 
-def _alternating(*sides: Callable[[], object]) -> list[list[float]]:
+def alternating(*sides: Callable[[], object]) -> list[list[float]]:
     """Seconds of each side, which take turns."""
     taken: list[list[float]] = [[] for _ in sides]
     for turn in range(ROUNDS + 1):
