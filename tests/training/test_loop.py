@@ -510,7 +510,7 @@ def test_early_stopping():
     )  # nothing moves: the first is best
     assert [record["epoch"] for record in result.history] == [1, 2]
     result = fit(network("piggyback"), "stripes", stripes(32, 1), stripes(9, 2), config.changed(patience=0.4))
-    assert len(result.history) == 12  # of 30 epochs
+    assert len(result.history) == 27  # of 30 epochs: 12 from the middle on
     short = config.changed(epochs=8, patience=0.1)
     assert len(fit(network("piggyback"), "stripes", stripes(32, 1), stripes(9, 2), short).history) == 8
     late = config.changed(patience=2, anneal_masks=0.2)

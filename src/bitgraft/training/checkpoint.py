@@ -17,6 +17,7 @@ from bitgraft.training.learner import Learner, Values
 from bitgraft.training.processes import gathered, random_state, set_random_state
 
 FEWEST = 10  # epochs of patience, where it is a share of the run: the last ones, at low rates, are often the best
+MIDDLE = 0.5  # of the run, before which rates are high and such patience does not begin
 
 
 @dataclass
@@ -44,12 +45,13 @@ class Result:
     """What the tasks held then, and the weights that they learn together; given when the run is over."""
 
     def hopeful(self, at: Position, config: Config) -> bool:
-        """Whether a better epoch may still come: less than `patience` epochs have passed since the best one, or since
-        masks were formed."""
+        """Whether a better epoch may still come: less than `patience` epochs have passed since the best one, since
+        masks were formed, and, if it is a share of the run, since the middle."""
         if config.patience is None or self.best is None:
             return True
-        since = max(self.best["epoch"], config.anneal_masks * at.epochs)
-        patience = config.patience if config.patience >= 1 else max(FEWEST, config.patience * at.epochs)
+        patience, since = config.patience, max(self.best["epoch"], config.anneal_masks * at.epochs)
+        if patience < 1:
+            patience, since = max(FEWEST, patience * at.epochs), max(since, MIDDLE * at.epochs)
         return bool(at.epochs_done - since < patience)
 
     def is_better(self, record: Mapping[str, Any]) -> bool:

@@ -59,7 +59,7 @@ UNCORRECTED = PAPER.changed(
 """`quick` without mean-shift correction: the tables of docs/results that have every method were made with it."""
 QUICK = UNCORRECTED.changed(rates={"scores": 2e-3, "weights": 2e-3}, mean_shift_correction=True, label_smoothing=0.1)
 
-DEFAULT = QUICK.changed(steps="auto", keep="best", patience=0.5)
+DEFAULT = QUICK.changed(steps="auto", keep="best", patience=0.25)
 """As long as the data asks for, and never below the linear probe that it starts from."""
 
 
