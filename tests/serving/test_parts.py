@@ -390,6 +390,20 @@ def test_settings_out_of_bounds_are_one_sentence(name, value, expected):
     assert str(refused.value) == f"{name} {value}: {expected}"
 
 
+@pytest.mark.parametrize(
+    ("given", "turns", "per_turn"),
+    [
+        ({"threads": 8}, 4, 2),
+        ({"threads": 2}, 2, 1),
+        ({"threads": 8, "turns": 1}, 1, 8),
+        ({"threads": 2, "turns": 4}, 4, 1),
+    ],
+)
+def test_turns_divide_the_threads(tmp_path, given, turns, per_turn):
+    made = Settings(store=tmp_path, **given)
+    assert (made.turns_each, made.threads_per_turn) == (turns, per_turn)
+
+
 def test_answers_do_not_wait_for_acknowledgements(tmp_path):
     """With Nagle's algorithm an answer's body is held back until the client acknowledges its headers, 40 ms later."""
     with listen(Settings(store=tmp_path, port=0)) as listener:

@@ -23,6 +23,7 @@ def serve(
     port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     workers: Annotated[int, Option(min=1, help="Processes; they share the backbone's memory.")] = 1,
     threads: Annotated[int, Option(min=0, help="Threads that compute, per worker; 0 divides the cores.")] = 0,
+    turns: Annotated[int, Option(min=0, help="Batches at once, which divide the threads; 0: at most 4.")] = 0,
     memory_budget: Annotated[str, Option(metavar="SIZE", help="Memory for computed weights, per worker.")] = "2GB",
     max_batch: Annotated[int, Option(min=1, help="Images of one task that run in one turn.")] = 32,
     max_wait_ms: Annotated[float, Option(min=0, help="How long an image waits for others of its task.")] = 0.0,

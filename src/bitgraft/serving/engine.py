@@ -83,14 +83,14 @@ class Engine(Service):
             wait=settings.max_wait_ms / 1000,
             queue=settings.max_queue,
             total=settings.max_waiting,
-            turns=settings.turns,
+            turns=settings.turns_each,
         )
         self.sessions = Sessions(
             library,
             budget=settings.memory_budget,
             pinned=settings.pin,
             enabled=settings.sessions,
-            make=partial(task_session, threads=settings.threads_each, export=False),
+            make=partial(task_session, threads=settings.threads_per_turn, export=False),
             note=lambda task, event: self.metrics.session_events.labels(task, event).inc(),
         )
         self._decoders = ThreadPoolExecutor(settings.threads_each, thread_name_prefix="bitgraft-decoder")

@@ -89,7 +89,7 @@ def _replica(settings: Settings) -> type:
         """All tasks' bits, and the computed weights of as many tasks as fit into the budget."""
 
         async def __init__(self) -> None:  # type: ignore[misc]  # Ray awaits it
-            torch.set_num_threads(settings.threads_each // settings.turns)
+            torch.set_num_threads(settings.threads_per_turn)
             library = await asyncio.to_thread(open_library, settings)
             self._engine = Engine(library, settings)
             self._engine.start()

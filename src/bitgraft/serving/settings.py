@@ -9,7 +9,7 @@ from pydantic import BaseModel, ByteSize, Field, ValidationError
 from bitgraft.errors import ServingError
 from bitgraft.runtime.engines import EngineName
 
-TURNS = 4  # at most
+TURNS = 4  # at most, unless told
 
 
 class Settings(BaseModel, frozen=True):
@@ -20,6 +20,7 @@ class Settings(BaseModel, frozen=True):
     port: int = Field(8000, ge=0, le=65535)
     workers: int = Field(1, ge=1)
     threads: int = Field(0, ge=0)
+    turns: int = Field(0, ge=0)
     memory_budget: ByteSize = Field(ByteSize(2 * 10**9), ge=0)
     max_batch: int = Field(32, ge=1)
     max_wait_ms: float = Field(0.0, ge=0)
@@ -69,10 +70,15 @@ class Settings(BaseModel, frozen=True):
         return self.engine != "torch" and not self.exact and self.device == "cpu"
 
     @property
-    def turns(self) -> int:
-        """Batches that run at once in a worker; PyTorch's threads are divided among them."""
-        return min(self.threads_each, TURNS)
+    def threads_each(self) -> int:
+        """Of a worker."""
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.workers)
 
     @property
-    def threads_each(self) -> int:
-        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.workers)
+    def turns_each(self) -> int:
+        """Batches that run at once in a worker."""
+        return self.turns or min(self.threads_each, TURNS)
+
+    @property
+    def threads_per_turn(self) -> int:
+        return max(1, self.threads_each // self.turns_each)

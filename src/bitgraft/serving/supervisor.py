@@ -156,7 +156,7 @@ def _work(settings: Settings, library: Library, listener: socket.socket) -> NoRe
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        torch.set_num_threads(settings.threads_each // settings.turns)
+        torch.set_num_threads(settings.threads_per_turn)
         asyncio.run(_serve(settings, library, listener))
         code = 0
     except BaseException:
