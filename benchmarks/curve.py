@@ -17,7 +17,7 @@ from bitgraft.format.inspect import inspect_file
 from bitgraft.paper.figures import COLOURS, draw, save
 from bitgraft.store import Store
 
-FEWEST = 0.01  # bits; below, the file is its head and a few numbers
+FEWEST = 0.02  # bits; below, the file is its head and a few numbers
 Runs = dict[tuple[str, str], dict[int, dict[str, tuple[float, float]]]]
 """(backbone, row's title) -> seed -> domain -> (bits per weight, test accuracy in percent)."""
 
@@ -76,7 +76,8 @@ def panel(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
             row["bits"], row["accuracy"], row["spread"] or 0, fmt="o", color=colour, markersize=size, capsize=2
         )
         label = {"ha": "center", "weight": weight, "color": colour if colour != "grey" else "black"}
-        axes.annotate(row["row"], (row["bits"], row["accuracy"]), (0, 8), textcoords="offset points", **label)
+        above = -17 if row["row"].startswith("Full at") else 8  # names of neighbours must not meet
+        axes.annotate(row["row"], (row["bits"], row["accuracy"]), (0, above), textcoords="offset points", **label)
     axes.set(xscale="log", xlabel="bits per weight that a task adds", ylabel="mean accuracy, %", title=title)
     ticks = [0.25, 0.5, 1, 2, 4, 8, 16, 32]
     axes.set_xticks(ticks, ["¼", "½", *map(str, ticks[2:])])
