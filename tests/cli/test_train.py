@@ -83,7 +83,7 @@ def test_the_budget_is_said_before_training_and_minutes_bound_it(run):
     said = re.search(r"(\d+) epochs, ([\d,]+) steps: about .*; twice as many \(--steps \d+\) would take", out)
     assert said is not None
     assert out.index(said[0]) < out.index("epoch ")
-    assert f"epoch {int(said[1]):>{len(said[1])}}/{said[1]}" in out
+    assert f"epoch {1:>{len(said[1])}}/{said[1]}" in out  # it may stop before the last
 
 
 def test_a_run_that_loses_to_the_linear_probe_says_so(run):
