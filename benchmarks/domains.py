@@ -29,15 +29,15 @@ def by_method(records: list[Record], what: str) -> Accuracies:
 
 def comparison(records: list[Record]) -> str:
     """Domains down, rows across, and the mean of those that have all domains."""
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for record in records:
-        found[record.title][record.dataset].append(100 * (record.selected.test_accuracy or 0.0))
-    domains = list(dict.fromkeys(record.dataset for record in records))
-    lines = ["| | " + " | ".join(found) + " |", "|---" + "|--:" * len(found) + "|"]
+    rows = {
+        row: values for of_method in by_method(records, "test_accuracy").values() for row, values in of_method.items()
+    }
+    domains = sorted({record.dataset for record in records})
+    lines = ["| | " + " | ".join(rows) + " |", "|---" + "|--:" * len(rows) + "|"]
     for name in domains:
-        cells = [f"{mean(row[name]):.1f}" if name in row else "" for row in found.values()]
+        cells = [f"{row[name]:.1f}" if name in row else "" for row in rows.values()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    means = [f"{mean(map(mean, row.values())):.1f}" if len(row) == len(domains) else "" for row in found.values()]
+    means = [f"{mean(row.values()):.1f}" if len(row) == len(domains) else "" for row in rows.values()]
     return "\n".join([*lines, f"| mean | {' | '.join(means)} |"])
 
 

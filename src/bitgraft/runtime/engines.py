@@ -123,7 +123,7 @@ def _options(runtime: Any, threads: int) -> Any:
 
 @cache
 def _has_arena(runtime: Any) -> bool:
-    """One arena holds the activations of all sessions: in EfficientNet-Lite0, 14 MB a session in place of 83."""
+    """One arena holds the activations of all sessions; otherwise each session keeps its own."""
     kind, place = runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, runtime.OrtMemType.DEFAULT
     try:
         runtime.create_and_register_allocator(runtime.OrtMemoryInfo("Cpu", kind, 0, place), None)

@@ -10,8 +10,8 @@ KEPT, LARGEST = 2**31 - 1, 2**25  # bytes
 def keep_freed_memory() -> None:
     """Let the C library keep what a batch frees for the next one.
 
-    glibc returns it to the system otherwise, and page by page it comes back: a third of the time of EfficientNet-Lite0
-    at 224 px, a tenth of a training step at 64 px. For our own processes: a library does not set this for others.
+    glibc returns it to the system otherwise, and gets it back page by page. This is for our own processes: a library
+    does not change malloc for its caller.
     """
     with suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL(None)
