@@ -105,8 +105,8 @@ def offline(net: Network, name: str, data: bytes, scores: Callable[[Any], Any]) 
     return best(probabilities(scores(evaluation_tensor(data, preprocessing_of(net, name))[None]))[0], None, 5)
 
 
-def start(stack: ExitStack, on: Subjects) -> dict[str, Side]:
-    """Every server, running."""
+def start(stack: ExitStack, on: Subjects) -> tuple[dict[str, Side], Side]:
+    """Every server, running; the last one, on PyTorch, gives cold answers and has no traffic."""
     starters = stack.enter_context(ThreadPoolExecutor())
     names, many = [f"task-{n}" for n in range(FIT)], [f"task-{n}" for n in range(MANY)]
 
@@ -138,6 +138,7 @@ def start(stack: ExitStack, on: Subjects) -> dict[str, Side]:
         ours(on.ten, *pins),
     )
     zipf_server, exact = ours(on.hundred, "--memory-budget", budget), ours(on.ten, "--exact", threads=1)
+    cold = ours(on.hundred, "--memory-budget", budget, "--engine", "torch")
     every = [
         plain(BARE, names[:1], bare),
         plain(LIT, names[:1], lit, form=True),
@@ -147,7 +148,7 @@ def start(stack: ExitStack, on: Subjects) -> dict[str, Side]:
         side(ZIPF, many, zipf_server, weights=zipf),
         side(EXACT, names[:1], exact, wanted=on.exactly, tolerance=0.0),
     ]
-    return {one.title: one for one in every}
+    return {one.title: one for one in every}, side("cold", many, cold)
 
 
 def measure(backbone: Backbone, files: int, asked: argparse.Namespace) -> dict[str, Any]:
@@ -155,11 +156,11 @@ def measure(backbone: Backbone, files: int, asked: argparse.Namespace) -> dict[s
     with tempfile.TemporaryDirectory(prefix="bitgraft-load-") as folder, ExitStack() as stack:
         on = prepare(Path(folder), backbone, pictures)
         over = over_files(Path(folder), on, files, min(2, asked.rounds))
-        sides = start(stack, on)
+        sides, torch_side = start(stack, on)
         order = list(sides.values())
 
         def go(side: Side, seconds: float) -> None:
-            with side.alone(order):
+            with side.alone([*order, torch_side]):
                 traffic(side, pictures, seconds, asked.clients)
 
         for side in order:
@@ -167,8 +168,8 @@ def measure(backbone: Backbone, files: int, asked: argparse.Namespace) -> dict[s
         for number in range(asked.rounds):
             for side in order if number % 2 == 0 else order[::-1]:
                 go(side, asked.seconds)
-        with sides[ZIPF].alone(order):
-            cold = statistics.median(cold_answer(sides[ZIPF], f"task-{MANY - 1 - n}", pictures[n]) for n in range(5))
+        with torch_side.alone([*order, torch_side]):
+            cold = statistics.median(cold_answer(torch_side, f"task-{n}", pictures[n % PICTURES]) for n in range(1, 10))
         rows = {title: side.plain() for title, side in sides.items()}
     return compare(rows, over, cold, asked.clients)
 

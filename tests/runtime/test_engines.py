@@ -1,6 +1,8 @@
 """onnxruntime gives PyTorch's answers, from one graph per backbone, or says why it cannot."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pytest
 import timm
@@ -10,8 +12,8 @@ from torch import nn
 
 from bitgraft import Network
 from bitgraft.errors import ExportError
-from bitgraft.runtime import onnx_graph
-from bitgraft.runtime.engines import Session, check_agreement, make_session
+from bitgraft.runtime import engines, onnx_graph, onnx_layout
+from bitgraft.runtime.engines import Graph, Session, check_agreement, make_session
 from bitgraft.runtime.onnx_graph import Fold, GraphCache, folded
 
 EXPORTER = "torch.export cannot follow"
@@ -45,7 +47,7 @@ def test_a_folded_norm_is_what_the_convolution_and_the_norm_give():
         pair = settled(nn.Sequential(nn.Conv2d(4, 6, 3, groups=2, bias=bias), nn.BatchNorm2d(6))).eval()
         names = tuple(f"1.{name}" for name in ("weight", "bias", "running_mean", "running_var"))
         fold = Fold("0.weight", "0.bias" if bias else None, names, pair[1].eps)
-        made = folded(pair.state_dict(), [fold])
+        made = dict(folded(pair.state_dict(), [fold]))
         images = batch(2, 4, 8, 8)
         given = nn.functional.conv2d(images, *(made[name] for name in fold.names), groups=2)
         torch.testing.assert_close(given, run(pair, images), rtol=1e-5, atol=1e-6)
@@ -70,15 +72,71 @@ def test_tasks_of_all_kinds_and_sizes_run_in_sessions_of_few_graphs(tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    [("test_resnet", {}), ("test_vit", {"img_size": 32}), ("densenet121", {"growth_rate": 4, "block_config": (2, 1)})],
+    [
+        ("test_resnet", {}),
+        ("test_vit", {"img_size": 32}),
+        ("densenet121", {"growth_rate": 4, "block_config": (2, 1)}),
+        ("convnext_atto", {"depths": (1, 1, 1, 1), "dims": (8, 12, 16, 20)}),
+    ],
 )
 def test_families_of_networks(family, options, tmp_path):
     torch.manual_seed(0)
     net = taught(Network(timm.create_model(family, **options).eval(), example=(1, 3, 32, 32)), "t", 3, 32, 32)
     images = batch(4, 3, 32, 32, seed=5)
     expected = run(net, images, task="t")
-    difference = (session(net, "t", tmp_path, 3, 32, 32)(images) - expected).abs().max()
-    assert difference <= 1e-4 * expected.abs().max()
+    made = session(net, "t", tmp_path, 3, 32, 32)
+    assert (made(images) - expected).abs().max() <= 1e-4 * expected.abs().max()
+    moved = [place for places in made.graph._places.values() for place in places if place.layout is not torch.clone]
+    assert moved, "the graph is not in onnxruntime's layout"
+
+
+@pytest.mark.parametrize("problem", [None, OSError("no folder to write to")])
+def test_a_graph_that_cannot_be_laid_out_runs_all_the_same(problem, tmp_path, monkeypatch):
+    def arrange(model, shapes):
+        if problem:
+            raise problem
+
+    monkeypatch.setattr(engines, "arrange", arrange)
+    engines.shared_graph.cache_clear()
+    net = taught(taught(Network(tiny()), "t"), "u", classes=5)
+    for name in ("t", "u"):
+        made = session(net, name, tmp_path)
+        torch.testing.assert_close(made(batch(2)), run(net, batch(2), task=name), rtol=1e-4, atol=1e-5)
+    assert {place.layout for places in made.graph._places.values() for place in places} == {torch.clone}
+    engines.shared_graph.cache_clear()
+
+
+@pytest.mark.parametrize("block", [4, 8, 16])
+@pytest.mark.parametrize("shape", [(16, 16, 1, 1), (24, 5, 3, 2), (7, 1, 3, 3)])
+def test_blocks_of_channels_are_what_their_description_says(block, shape):
+    """Element by element, the slow way."""
+    weight = torch.randn(shape)
+    o, i, h, w = shape
+    up = lambda n: -(-n // block)  # noqa: E731
+    both, outer = torch.zeros(up(o), up(i), h, w, block, block), torch.zeros(up(o), i, h, w, block)
+    for a, b in product(range(o), range(i)):
+        both[a // block, b // block, :, :, b % block, a % block] = weight[a, b]
+        outer[a // block, b, :, :, a % block] = weight[a, b]
+    assert torch.equal(onnx_layout._blocks(weight, block).flatten(), both.flatten())
+    assert torch.equal(onnx_layout._blocks_of_outputs(weight, block).flatten(), outer.flatten())
+
+
+def test_threads_share_a_graph_with_weights_of_their_own(tmp_path):
+    net = taught(taught(Network(tiny()), "t"), "u", classes=5)
+    made = {name: session(net, name, tmp_path) for name in ("t", "u")}
+    assert made["t"].graph is made["u"].graph
+    expected = {name: one(batch(20)) for name, one in made.items()}
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda name: (name, made[name](batch(20))), ["t", "u"] * 20))
+    assert all(torch.equal(scores, expected[name]) for name, scores in found)
+
+
+def test_a_graph_says_which_tensor_is_missing(tmp_path):
+    net = taught(Network(tiny()), "t")
+    graph, state = session(net, "t", tmp_path).graph, net.export("t").state_dict()
+    del state["fc.weight"]
+    with pytest.raises(ExportError, match=r"no tensor 'fc\.weight'"):
+        graph.weights(state)
 
 
 def test_why_a_network_has_no_graph_is_said_and_found_out_once(tmp_path, monkeypatch):
@@ -99,7 +157,7 @@ def test_a_damaged_graph_in_the_cache_is_not_used(tmp_path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     assert torch.equal(session(net, "t", tmp_path)(batch(2)), expected)
     with pytest.raises(ExportError, match="cannot make a session"):
-        Session(path.read_bytes(), net.export("t").state_dict())
+        Graph(path.read_bytes(), 1)
 
 
 def test_a_session_has_weights_of_its_own(tmp_path):
@@ -107,7 +165,7 @@ def test_a_session_has_weights_of_its_own(tmp_path):
     expected = session(net, "t", tmp_path)(batch(2))
     (path,) = tmp_path.glob("*.onnx")
     state = net.export("t").state_dict()
-    made = Session(path.read_bytes(), state)
+    made = Session(Graph(path.read_bytes(), 1), state)
     for tensor in state.values():
         tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
     assert torch.equal(made(batch(2)), expected)

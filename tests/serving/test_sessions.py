@@ -19,7 +19,7 @@ from bitgraft.serving.library import Library
 from bitgraft.serving.sessions import BUSY, Sessions
 from bitgraft.serving.settings import Settings
 from bitgraft.serving.supervisor import open_library, prepare_graphs
-from bitgraft.workflows.prediction import task_session
+from bitgraft.workflows.prediction import task_session, torch_scores
 
 SIZE = 100  # bytes of a made-up session
 NAMES = ("birds", "cars", "dogs")
@@ -27,6 +27,8 @@ NAMES = ("birds", "cars", "dogs")
 
 class Made:
     """In the place of a session: its task, and as many bytes as we like."""
+
+    graph = None
 
     def __init__(self, net, inner) -> None:
         self.inner, self.nbytes = inner, SIZE
@@ -265,6 +267,30 @@ def test_a_budget_of_one_session_keeps_one_and_answers_for_all(library):
         until(lambda: not len(engine.sessions._wanted), "an order is never filled")
         assert engine.sessions.nbytes <= 1.5 * size
     assert (len(engine.sessions), engine.sessions.made > 0) == (1, True)
+
+
+def test_a_task_without_a_session_runs_in_the_graph_of_others_once_it_agrees(library, monkeypatch):
+    add(library.store, library.net.joint_copy().eval(), "small", seed=3, size=24)
+    library.scan()
+    engine = started(library, memory_budget=1)  # no room for weights
+    held, image = engine.sessions, lambda entry: torch.randn(2, 3, *entry.preprocessing.size)
+    held._graph = task_session(library.net, library.tasks["birds"].inner).graph
+    for name in ("birds", "cars", "small"):
+        entry, engines = library.tasks[name], []
+        for _ in range(3):
+            images = image(entry)
+            scores, engine_name = held.passing_scores(entry, images)
+            engines.append(engine_name)
+            torch.testing.assert_close(scores, torch_scores(library.net, entry.inner, images), rtol=1e-4, atol=1e-5)
+            library.net.release(entry.inner)
+        assert engines == ["torch", *["torch" if name == "small" else "onnxruntime"] * 2]  # images of another size
+
+    def refuse(given, expected):
+        raise ExportError("they differ")
+
+    monkeypatch.setattr(tiers, "check_agreement", refuse)
+    dogs = library.tasks["dogs"]
+    assert [held.passing_scores(dogs, image(dogs))[1] for _ in range(3)] == ["torch"] * 3
 
 
 def test_tasks_that_come_and_go_leave_nothing_behind(library):

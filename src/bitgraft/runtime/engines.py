@@ -1,12 +1,14 @@
 """Engines run a task's weights: PyTorch on any device, or onnxruntime on a CPU.
 
-A session of onnxruntime is the backbone's graph (`onnx_graph`) with one task's weights. It is given out only if its
-scores agree with PyTorch's. All sessions of a process share the memory for activations.
+A session is the backbone's graph (`onnx_graph`), which all tasks share, and one task's weights. It is given out only if
+its scores agree with PyTorch's.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Collection, Mapping
-from functools import cache
+from functools import cache, lru_cache
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -14,57 +16,97 @@ from torch import Tensor, nn
 
 from bitgraft.errors import ExportError
 from bitgraft.runtime.onnx_graph import FOLDS, IMAGES, LOGITS, Fold, GraphCache, folded, need, scores_module
+from bitgraft.runtime.onnx_layout import Place, arrange
 
 EngineName = Literal["auto", "torch", "onnxruntime"]
 TOLERANCE = 1e-3  # of the largest score
 TRACED = 2  # the batch size that tracing sees
 LARGEST = 8  # images in one run: on a CPU more are no faster, and take more memory
 MOST_THREADS = 8  # of one session, each of which has threads of its own, asleep between runs
-LAYOUT = 1.1  # onnxruntime pads channels in its own layout of the weights: 14.0 MB for 12.9 in EfficientNet-Lite0
+
+
+class Graph:
+    """A backbone's graph in onnxruntime, which gets a task's weights with each batch. Threads may share it."""
+
+    def __init__(self, data: bytes, threads: int) -> None:
+        onnx, self._runtime = need("onnx"), need("onnxruntime")
+        try:
+            model = onnx.load_from_string(data)
+            (folds,) = (json.loads(entry.value) for entry in model.metadata_props if entry.key == FOLDS)
+            self._folds = [Fold(weight, bias, tuple(norm), epsilon) for weight, bias, norm, epsilon in folds]
+            self._options = _options(self._runtime, threads)
+            model, places = self._laid_out(model)
+            self._places: defaultdict[str, list[Place]] = defaultdict(list)
+            for place in places:
+                self._places[place.weight].append(place)
+            self._plain = self._places.keys() - {name for fold in self._folds for name in fold.names}
+            self._model = model.SerializeToString()
+            self._idle = [self._session()]
+        except Exception as cause:  # those of protobuf and onnxruntime have no other root in common
+            raise _refusal("make a session", cause) from cause
+
+    def weights(self, state: Mapping[str, Tensor]) -> dict[str, Any]:
+        """A task's weights as the graph takes them: arrays of their own, whatever becomes of the state."""
+        try:
+            given = chain(folded(state, self._folds), ((name, state[name]) for name in self._plain))
+            return {place.input: place.layout(t.detach()).numpy() for name, t in given for place in self._places[name]}
+        except KeyError as missing:
+            raise ExportError(f"there is no tensor {missing} to give to the graph") from missing
+
+    def __call__(self, images: Tensor, weights: Mapping[str, Any]) -> Tensor:
+        """Images (N, C, H, W) on the CPU to scores (N, classes)."""
+        try:
+            session = self._idle.pop()
+        except IndexError:  # one for each thread that is in here, since sessions divide no threads among callers
+            session = self._session()
+        try:
+            made = [
+                session.run([LOGITS], {IMAGES: part.numpy(), **weights})[0] for part in torch.split(images, LARGEST)
+            ]
+        except Exception as cause:  # as above
+            raise _refusal("run these weights", cause) from cause
+        finally:
+            self._idle.append(session)
+        return torch.cat([torch.from_numpy(scores) for scores in made])
+
+    def _laid_out(self, model: Any) -> tuple[Any, list[Place]]:
+        """The graph in onnxruntime's layout; as it was exported, if there is none that all tasks have in common."""
+        inputs = {value.name: value.type.tensor_type for value in model.graph.input if value.name != IMAGES}
+        sizes = {name: torch.Size(d.dim_value for d in kind.shape.dim) for name, kind in inputs.items()}
+        try:
+            found = arrange(model, sizes)
+        except Exception:  # there is no room for the numbers, or no folder to write to: it runs all the same
+            found = None
+        if found is not None:
+            self._options.graph_optimization_level = self._runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
+            return found
+        for kind in inputs.values():
+            kind.ClearField("shape")
+        return model, [Place(name, name, torch.clone) for name in inputs]
+
+    def _session(self) -> Any:
+        return self._runtime.InferenceSession(self._model, self._options, providers=["CPUExecutionProvider"])
+
+
+@lru_cache(maxsize=8)
+def shared_graph(data: bytes, threads: int) -> Graph:
+    return Graph(data, threads)
 
 
 class Session:
-    """One task in onnxruntime: images (N, C, H, W) on the CPU to scores (N, classes)."""
+    """One task in onnxruntime: the backbone's graph, and the task's weights in memory of their own."""
 
-    def __init__(self, graph: bytes, state: Mapping[str, Tensor], threads: int | None = None) -> None:
-        onnx, runtime = need("onnx"), need("onnxruntime")
-        try:
-            model = onnx.load_from_string(graph)
-            weights = _give_weights(onnx, model, state)
-            options = _options(runtime, threads or torch.get_num_threads())
-            given = [runtime.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
-            options.add_external_initializers(list(weights), given)  # copied: ours are not needed any more
-            data = model.SerializeToString()
-            self._session = runtime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-        except Exception as cause:  # those of protobuf and onnxruntime have no other root in common
-            reason = str(cause).strip().partition("\n")[0]
-            raise ExportError(f"onnxruntime cannot make a session ({type(cause).__name__}: {reason})") from cause
-        self.nbytes = len(data) + int(LAYOUT * sum(array.nbytes for array in weights.values()))
+    def __init__(self, graph: Graph, state: Mapping[str, Tensor]) -> None:
+        self.graph, self._weights = graph, graph.weights(state)
+        self.nbytes = sum(array.nbytes for array in self._weights.values())
 
     def __call__(self, images: Tensor) -> Tensor:
-        made = [self._session.run([LOGITS], {IMAGES: part.numpy()})[0] for part in torch.split(images, LARGEST)]
-        return torch.cat([torch.from_numpy(scores) for scores in made])
+        return self.graph(images, self._weights)
 
 
-def _give_weights(onnx: Any, model: Any, state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Turn the graph's weight inputs into initialisers. Returns those that onnxruntime takes from memory."""
-    (folds,) = (json.loads(entry.value) for entry in model.metadata_props if entry.key == FOLDS)
-    weights = folded(state, [Fold(weight, bias, tuple(norm), epsilon) for weight, bias, norm, epsilon in folds])
-    names = [value.name for value in model.graph.input if value.name != IMAGES]
-    images = [value for value in model.graph.input if value.name == IMAGES]
-    del model.graph.input[:]
-    model.graph.input.extend(images)
-    arrays = {name: weights[name].detach().cpu().contiguous().numpy() for name in names}
-    for name, array in arrays.items():
-        if array.dtype.kind != "f":
-            model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
-            continue
-        kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
-        held = model.graph.initializer.add(
-            name=name, data_type=kind, dims=array.shape, data_location=onnx.TensorProto.EXTERNAL
-        )
-        held.external_data.add(key="location", value="memory")
-    return {name: array for name, array in arrays.items() if array.dtype.kind == "f"}
+def _refusal(action: str, cause: Exception) -> ExportError:
+    reason = str(cause).strip().partition("\n")[0]
+    return ExportError(f"onnxruntime cannot {action} ({type(cause).__name__}: {reason})")
 
 
 def make_session(
@@ -85,7 +127,8 @@ def make_session(
     problem: ExportError | None = None
     for free in ([*head, *(f"inner.{name}" for name in head)], []):
         try:
-            session = Session(graphs.get(module, images[:TRACED], free), module.state_dict(), threads)
+            graph = shared_graph(graphs.get(module, images[:TRACED], free), threads or torch.get_num_threads())
+            session = Session(graph, module.state_dict())
             check_agreement(session(images), expected)
             return session
         except ExportError as found:
@@ -113,7 +156,6 @@ def check_agreement(given: Tensor, expected: Tensor) -> None:
 def _options(runtime: Any, threads: int) -> Any:
     options = runtime.SessionOptions()
     options.log_severity_level = 3  # errors alone, no remarks on weights that it moves
-    options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")  # given back with a session
     if _has_arena(runtime):
         options.add_session_config_entry("session.use_env_allocators", "1")
     options.intra_op_num_threads = min(threads, MOST_THREADS)

@@ -108,9 +108,7 @@ class SpareModule:
             self._module.free_weights()
 
     def takes(self, task: Task) -> bool:
-        """The task differs from others of its kind in tensors alone: no module of its own takes part."""
-        plain = task.metadata.head == "classes" and all(t.tail is None for t in task.transforms.values())
-        return plain and not task.training
+        return differs_in_tensors_only(task) and not task.training
 
     def ready(self, task: Task) -> TaskModule:
         """The module, made to run this task."""
@@ -119,6 +117,11 @@ class SpareModule:
         self._module.switch_to(task)
         self._module.refresh()
         return self._module
+
+
+def differs_in_tensors_only(task: Task) -> bool:
+    """From others of its kind: no module of its own takes part."""
+    return task.metadata.head == "classes" and all(t.tail is None for t in task.transforms.values())
 
 
 def computed_bytes(task: Task) -> int:

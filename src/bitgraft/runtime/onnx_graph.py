@@ -9,7 +9,7 @@ import importlib
 import json
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -27,6 +27,7 @@ from bitgraft.errors import ArchiveError, ExportError, how_to_install
 IMAGES, LOGITS, FOLDS = "images", "logits", "bitgraft.folds"
 CACHE = "BITGRAFT_CACHE"  # the environment variable that names another cache folder
 VERSIONED = ("onnx", "onnxscript", "torch")
+FORM = 2  # of the graphs in a cache
 
 
 class Scores(nn.Module):
@@ -90,9 +91,9 @@ def need(module: str) -> Any:
 
 @dataclass(frozen=True)
 class Fold:
-    """A convolution and the batch norm behind it, by the names of their tensors."""
+    """A convolution and the batch norm behind it, by the names of their tensors; or a batch norm that stands alone."""
 
-    weight: str
+    weight: str | None
     bias: str | None
     norm: tuple[str, str, str, str]
     """Scale, shift, mean and variance."""
@@ -101,19 +102,22 @@ class Fold:
     @property
     def names(self) -> tuple[str, str]:
         """What the folded weight and bias are called."""
-        return f"{self.weight}:folded", f"{self.weight}:folded_bias"
+        name = self.weight or self.norm[0]
+        return f"{name}:folded", f"{name}:folded_bias"
 
 
-def folded(state: Mapping[str, Tensor], folds: Iterable[Fold]) -> dict[str, Tensor]:
-    """The state, and for each convolution and its norm W s and (b - mean) s + shift, s = scale / sqrt(var + eps)."""
-    made = dict(state)
+def folded(state: Mapping[str, Tensor], folds: Iterable[Fold]) -> Iterator[tuple[str, Tensor]]:
+    """Of each convolution and its norm, W s and (b - mean) s + shift with s = scale / sqrt(var + eps), by their names.
+
+    A norm that stands alone is a convolution of each channel by itself, with weights of 1.
+    """
     for fold in folds:
-        weight, (scale, shift, mean, variance) = state[fold.weight], (state[name] for name in fold.norm)
+        scale, shift, mean, variance = (state[name] for name in fold.norm)
         s = scale / torch.sqrt(variance + fold.epsilon)
+        weight = s.new_ones(len(s), 1, 1, 1) if fold.weight is None else state[fold.weight]
         bias = -mean if fold.bias is None else state[fold.bias] - mean
-        made[fold.names[0]] = weight * s.view(-1, *[1] * (weight.ndim - 1))
-        made[fold.names[1]] = torch.addcmul(shift, bias, s)
-    return made
+        yield fold.names[0], weight * s.view(-1, *[1] * (weight.ndim - 1))
+        yield fold.names[1], torch.addcmul(shift, bias, s)
 
 
 def make_graph(module: nn.Module, images: Tensor) -> bytes:
@@ -121,7 +125,7 @@ def make_graph(module: nn.Module, images: Tensor) -> bytes:
     made = to_onnx(program(module, images), [IMAGES], optimize=False)
     ir, optimizer = need("onnx_ir"), need("onnxscript.optimizer")
     state, graph = module.state_dict(), made.model.graph
-    for name in graph.initializers.keys() & state.keys():
+    for name in [name for name in graph.initializers if name in state and state[name].is_floating_point()]:
         graph.inputs.append(value := graph.initializers.pop(name))
         value.const_value = None
     optimizer.optimize(made.model)
@@ -139,32 +143,42 @@ def make_graph(module: nn.Module, images: Tensor) -> bytes:
 
 
 def _fold(ir: Any, graph: Any, node: Any, state: Mapping[str, Tensor]) -> Fold | None:
-    """Take a batch norm behind a convolution out of the graph, if nothing else looks at what is between them."""
-    conv = node.inputs[0].producer() if node.op_type == "BatchNormalization" else None
-    if conv is None or conv.op_type != "Conv" or len(conv.outputs[0].uses()) > 1:
+    """Fold a batch norm into the convolution before it, or make it one if that is not possible."""
+    if node.op_type != "BatchNormalization" or any(_others_use(value, state) for value in node.inputs[1:5]):
         return None
-    weight, bias = conv.inputs[1], conv.inputs[2] if len(conv.inputs) > 2 else None
-    if (
-        bias is not None
-        and bias.name not in state
-        and bias.const_value is not None
-        and not bias.const_value.numpy().any()
-    ):
-        bias = None  # the exporter puts zeros where a layer has none
-    tensors = [weight, *([] if bias is None else [bias]), *node.inputs[1:5]]
-    if any(value.name not in state or len(value.uses()) > 1 for value in tensors):
-        return None
-    names = tuple(value.name for value in node.inputs[1:5])
+    norm = tuple(value.name for value in node.inputs[1:5])
     epsilon = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
-    fold = Fold(weight.name, bias and bias.name, names, epsilon)
+    conv = node.inputs[0].producer()
+    fold, like = Fold(None, None, norm, epsilon), node.inputs[1]
+    if conv is not None and conv.op_type == "Conv" and len(conv.outputs[0].uses()) == 1:
+        bias = conv.inputs[2] if len(conv.inputs) > 2 and not _is_zero(conv.inputs[2], state) else None
+        if not any(_others_use(value, state) for value in (conv.inputs[1], bias) if value is not None):
+            fold, like = Fold(conv.inputs[1].name, bias and bias.name, norm, epsilon), conv.inputs[1]
+    if fold.weight is None:
+        if node.inputs[0].shape is None or len(node.inputs[0].shape) != 4:
+            return None
+        conv = ir.node("Conv", [node.inputs[0], node.inputs[1]], {"group": len(state[norm[0]])})
+        graph.insert_before(node, conv)
     conv.resize_inputs(3)
-    for place, (name, like) in enumerate(zip(fold.names, (weight, node.inputs[1]), strict=True), start=1):
-        made = ir.Value(name=name, shape=like.shape, type=like.type)
+    shape = like.shape if fold.weight else ir.Shape([len(state[norm[0]]), 1, 1, 1])
+    for place, (name, size) in enumerate(zip(fold.names, (shape, node.inputs[1].shape), strict=True), start=1):
+        made = ir.Value(name=name, shape=size, type=like.type)
         graph.inputs.append(made)
         conv.replace_input_with(place, made)
+    conv.outputs[0].shape, conv.outputs[0].type = node.outputs[0].shape, node.outputs[0].type
     ir.convenience.replace_all_uses_with(node.outputs[0], conv.outputs[0], replace_graph_outputs=True)
     graph.remove(node, safe=True)
     return fold
+
+
+def _others_use(value: Any, state: Mapping[str, Tensor]) -> bool:
+    """It is no weight, or more than one node's."""
+    return value.name not in state or len(value.uses()) > 1
+
+
+def _is_zero(bias: Any, state: Mapping[str, Tensor]) -> bool:
+    """The exporter puts zeros where a layer has no bias."""
+    return bias.name not in state and bias.const_value is not None and not bias.const_value.numpy().any()
 
 
 class MissingGraphError(ExportError):
@@ -208,7 +222,7 @@ class GraphCache:
         layers = {name.rpartition(".")[0] for name in head}
         parts = [(p, type(m).__qualname__, "" if p in layers else m.extra_repr()) for p, m in module.named_modules()]
         shapes = [(n, str(t.dtype), None if n in set(head) else [*t.shape]) for n, t in module.state_dict().items()]
-        versions = [__version__, *(_version(name) for name in VERSIONED)]
+        versions = [FORM, __version__, *(_version(name) for name in VERSIONED)]
         text = json.dumps([self._fingerprint, parts, shapes, [*images.shape[1:]], str(images.dtype), versions])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 

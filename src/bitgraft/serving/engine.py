@@ -23,7 +23,7 @@ from bitgraft.serving.scheduler import Scheduler
 from bitgraft.serving.sessions import Sessions
 from bitgraft.serving.settings import Settings
 from bitgraft.serving.tracing import Tracing, otlp_exporter
-from bitgraft.workflows.prediction import best, passing_scores, probabilities, task_session, torch_scores
+from bitgraft.workflows.prediction import best, probabilities, task_session, torch_scores
 
 Predictions = list[dict[str, Any]]
 """For each task {"task", "version", "milliseconds": in the network, "answers": the best classes by image}."""
@@ -205,24 +205,25 @@ class Engine(Service):
 
     def _run(self, entry: Entry, images: list[Tensor]) -> list[Scored]:
         """The probabilities of each image. Only the scheduler's threads call this."""
-        began, engine = time.perf_counter(), self.sessions.engine(entry)
-        rows = probabilities(self._scores(entry, images))
+        began = time.perf_counter()
+        scores, engine = self._scores(entry, images)
+        rows = probabilities(scores)
         ended = time.perf_counter()
         self.metrics.compute_seconds.labels(entry.name, entry.role, engine).observe(ended - began)
         self.metrics.images.labels(entry.name, entry.role).inc(len(images))
         self.metrics.batch.observe(len(images))
         return [Scored(row, ended - began, ended) for row in rows]
 
-    def _scores(self, entry: Entry, images: list[Tensor]) -> Tensor:
-        """(N, classes), from the task's session or from PyTorch."""
+    def _scores(self, entry: Entry, images: list[Tensor]) -> tuple[Tensor, str]:
+        """(N, classes), and the engine that gave them."""
         session = self.sessions.get(entry, len(images))
         if session is not None:
-            return session(torch.stack(images))
+            return session(torch.stack(images)), "onnxruntime"
         net = self.library.net
         self.metrics.switches.inc(entry.inner not in net.resident)
         if self.settings.exact:
-            return torch.cat([torch_scores(net, entry.inner, image[None]) for image in images])
-        return passing_scores(net, entry.inner, torch.stack(images))
+            return torch.cat([torch_scores(net, entry.inner, image[None]) for image in images]), "torch"
+        return self.sessions.passing_scores(entry, torch.stack(images))
 
     async def tasks(self) -> dict[str, Any]:
         """The store as JSON."""

@@ -2,6 +2,9 @@
 
 Sessions and PyTorch's computed weights share one budget of bytes. When it is used up, a busier task takes the place of
 the least recently used session, unless that one is busier still. Pinned tasks have theirs from the start, and keep it.
+
+A task without a session has its weights computed for each batch. As soon as there is a graph, and the task's scores for
+a first batch agree with PyTorch's, it runs in that graph as well.
 """
 
 import logging
@@ -15,12 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary, WeakSet
 
+from torch import Tensor
+
 from bitgraft.errors import ExportError
-from bitgraft.runtime.engines import Session
+from bitgraft.runtime.engines import Graph, Session, check_agreement
 from bitgraft.runtime.memory import give_memory_back
 from bitgraft.runtime.onnx_graph import MissingGraphError
 from bitgraft.serving.library import Entry, Library
-from bitgraft.workflows.prediction import task_session
+from bitgraft.workflows.prediction import graph_session, passing_scores, task_session
 
 log = logging.getLogger("bitgraft.serving")
 BUSY = 16  # images that a task answers on PyTorch before it gets a session
@@ -56,6 +61,8 @@ class Sessions:
         self._wanted: WeakSet[Entry] = WeakSet()
         self.reasons: WeakKeyDictionary[Entry, str] = WeakKeyDictionary()
         """Why a task has no session and will not get one."""
+        self._graph: Graph | None = None  # of the session that was made last
+        self._tried: WeakKeyDictionary[Entry, tuple[Graph, bool]] = WeakKeyDictionary()  # and whether it agreed
         self._heat: Counter[str] = Counter()
         self._images = self.made = self.dropped = 0
         self._lock = threading.RLock()
@@ -93,6 +100,26 @@ class Sessions:
         if wanted:
             self._order(entry)
         return None
+
+    def passing_scores(self, entry: Entry, images: Tensor) -> tuple[Tensor, str]:
+        """The scores of a task without a session, and the engine that gave them."""
+        net, agreed = self._library.net, self._agreed(entry)
+        if agreed is not None and entry.inner not in net.resident:
+            return graph_session(net, entry.inner, agreed)(images), "onnxruntime"
+        scores, graph = passing_scores(net, entry.inner, images), self._graph
+        if agreed is None and graph is not None and self._tried.get(entry, (None,))[0] is not graph:
+            try:
+                check_agreement(graph_session(net, entry.inner, graph)(images), scores)
+                self._tried[entry] = graph, True
+            except ExportError as problem:
+                self._tried[entry] = graph, False
+                log.info("%s: runs on PyTorch until it has a session: %s", entry, problem)
+        return scores, "torch"
+
+    def _agreed(self, entry: Entry) -> Graph | None:
+        """The graph in which the task has been found to agree with PyTorch."""
+        graph, agreed = self._tried.get(entry, (None, False))
+        return graph if agreed else None
 
     def engine(self, entry: Entry) -> str:
         return "onnxruntime" if entry in self._held else "torch"
@@ -140,6 +167,8 @@ class Sessions:
             del entry
 
     def _new(self, entry: Entry) -> Session:
+        if (graph := self._agreed(entry)) is not None:
+            return graph_session(self._library.net, entry.inner, graph)
         try:
             return self._make(self._library.net, entry.inner)
         except MissingGraphError:
@@ -151,7 +180,8 @@ class Sessions:
         with self._lock:
             fits = self._fits(entry, session.nbytes, drop=True)
             if fits:
-                self._held[entry] = _Held(session, self._images)
+                self._held[entry], self._graph = _Held(session, self._images), session.graph
+                self._tried[entry] = session.graph, True
                 self.made += 1
                 self._note(entry.name, "made")
         del session

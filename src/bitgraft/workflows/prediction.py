@@ -15,8 +15,9 @@ from bitgraft.data.decode import Picture
 from bitgraft.data.preprocessing import Preprocessing, evaluation_tensor
 from bitgraft.errors import ExportError
 from bitgraft.network import Network
-from bitgraft.runtime.engines import EngineName, Session, make_session
+from bitgraft.runtime.engines import EngineName, Graph, Session, make_session
 from bitgraft.runtime.heads import stated_preprocessing
+from bitgraft.runtime.module_cache import differs_in_tensors_only
 from bitgraft.runtime.onnx_graph import GraphCache
 
 Answers = list[dict[str, Any]]
@@ -73,6 +74,15 @@ def torch_scores(net: Network, task: str, images: Tensor) -> Tensor:
 def passing_scores(net: Network, task: str, images: Tensor) -> Tensor:
     """The same of a task that may not be asked again: without room for its weights it gets no module of its own."""
     return torch.stack(net(images.to(net.anatomy.device), task=[task] * len(images))).cpu()
+
+
+def graph_session(net: Network, task: str, graph: Graph) -> Session:
+    """The task in another's graph, not checked; an `ExportError` if the two differ in more than tensors."""
+    found = net._find(task)
+    if not differs_in_tensors_only(found):
+        raise ExportError("the task has modules of its own")
+    with torch.no_grad():
+        return Session(graph, {**net.anatomy.tensors(), **found.tensors()})
 
 
 def probabilities(scores: Tensor) -> Tensor:
