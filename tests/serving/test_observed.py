@@ -74,7 +74,7 @@ def test_sessions_made_and_dropped_are_noted(tmp_path):
     store, net = new_store(tmp_path)
     library, noted = Library(store, net.joint_copy()), []
     library.scan()
-    made = SimpleNamespace(nbytes=100)
+    made = SimpleNamespace(nbytes=100, graph=None)
     held = Sessions(library, budget=100, make=lambda *given: made, note=lambda *event: noted.append(event))
     held._estimate = lambda: 100
     held.start()
