@@ -175,7 +175,7 @@ def measure(backbone: Backbone, files: int, asked: argparse.Namespace) -> dict[s
 
 
 def warm_up(side: Side, go: Callable[[], None]) -> None:
-    """Weights are computed; of 100 tasks, the ten most asked for have their sessions, as after a while of traffic."""
+    """As after a while of traffic: of 100 tasks, all have been asked for, and the ten busiest have their sessions."""
     if side.title == ZIPF:
         law, side.weights = side.weights, [1.0] * FIT + [0.0] * (MANY - FIT)
         for _ in range(20):
@@ -183,6 +183,8 @@ def warm_up(side: Side, go: Callable[[], None]) -> None:
             tasks = json.loads(get(next(iter(side.ports.values())), "/v1/tasks"))["tasks"]
             if sum(task["engine"] == "onnxruntime" for task in tasks) == FIT:
                 break
+        side.weights = [1.0] * MANY
+        go()
         side.weights = law
     go()
     side.rates, side.processor, side.seconds = [], [], []

@@ -68,9 +68,14 @@ def _optimised(model: Any, weights: Mapping[str, Tensor]) -> Any:
     images = [value for value in given.graph.input if value.name == IMAGES]
     del given.graph.input[:]
     given.graph.input.extend(images)
-    given.graph.initializer.extend(onnx.numpy_helper.from_array(t.numpy(), name) for name, t in weights.items())
+    for name, tensor in weights.items():
+        held = given.graph.initializer.add(name=name, data_type=onnx.TensorProto.FLOAT, dims=tensor.shape)
+        held.data_location = onnx.TensorProto.EXTERNAL
+        held.external_data.add(key="location", value="memory")
     options = runtime.SessionOptions()
     options.log_severity_level = 3  # it remarks that the file is for this processor only
+    arrays = [runtime.OrtValue.ortvalue_from_numpy(tensor.numpy()) for tensor in weights.values()]
+    options.add_external_initializers(list(weights), arrays)
     with TemporaryDirectory(prefix="bitgraft-") as folder:
         options.optimized_model_filepath = str(path := Path(folder) / "graph.onnx")
         data, providers = given.SerializeToString(), ["CPUExecutionProvider"]
