@@ -112,8 +112,8 @@ def test_blocks_of_channels_are_what_their_description_says(block, shape):
     """Element by element, the slow way."""
     weight = torch.randn(shape)
     o, i, h, w = shape
-    up = lambda n: -(-n // block)  # noqa: E731
-    both, outer = torch.zeros(up(o), up(i), h, w, block, block), torch.zeros(up(o), i, h, w, block)
+    outputs, inputs = -(-o // block), -(-i // block)
+    both, outer = torch.zeros(outputs, inputs, h, w, block, block), torch.zeros(outputs, i, h, w, block)
     for a, b in product(range(o), range(i)):
         both[a // block, b // block, :, :, b % block, a % block] = weight[a, b]
         outer[a // block, b, :, :, a % block] = weight[a, b]

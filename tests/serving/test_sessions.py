@@ -293,6 +293,15 @@ def test_a_task_without_a_session_runs_in_the_graph_of_others_once_it_agrees(lib
     assert [held.passing_scores(dogs, image(dogs))[1] for _ in range(3)] == ["torch"] * 3
 
 
+def test_what_has_modules_of_its_own_goes_on_when_its_session_is_dropped(library):
+    held, own = started(library, memory_budget=1).sessions, library.tasks["original"]
+    held._pinned = (own.name,)
+    held._add(own, task_session(library.net, own.inner))
+    del held._held[own]
+    assert held.passing_scores(own, torch.randn(2, 3, *own.preprocessing.size))[1] == "torch"
+    assert held._new(own).nbytes > 0
+
+
 def test_tasks_that_come_and_go_leave_nothing_behind(library):
     """benchmarks/churn.py does this to a thousand, over HTTP."""
     engine, store, net = started(library), library.store, library.net

@@ -63,7 +63,7 @@ class Graph:
             made = [
                 session.run([LOGITS], {IMAGES: part.numpy(), **weights})[0] for part in torch.split(images, LARGEST)
             ]
-        except Exception as cause:  # as above
+        except Exception as cause:  # of onnxruntime's own kinds
             raise _refusal("run these weights", cause) from cause
         finally:
             self._idle.append(session)

@@ -181,7 +181,6 @@ class Sessions:
             fits = self._fits(entry, session.nbytes, drop=True)
             if fits:
                 self._held[entry], self._graph = _Held(session, self._images), session.graph
-                self._tried[entry] = session.graph, True
                 self.made += 1
                 self._note(entry.name, "made")
         del session
