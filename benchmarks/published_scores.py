@@ -65,11 +65,11 @@ class Cell:
         """What else would give both numbers: S cut off in place of rounded, or an accuracy rounded twice."""
         found = []
         for right, score in self.scores().items():
-            told = f"{right:,} of {self.images:,} right are {100 * right / self.images:.3f} % and score {score:.2f}"
+            told = f"{right:,} of {self.images:,} correct: {100 * right / self.images:.3f} %, S = {score:.2f}"
             if self._rounds(right) and floor(score) == self.printed:
-                found.append(f"{told}, cut off to {self.printed:.0f}")
+                found.append(f"{told}, truncated to {self.printed:.0f}")
             if self._rounds_twice(right) and abs(score - self.printed) <= HALF_POINT:
-                found.append(f"{told}, if the accuracy was rounded to two decimals first and then to one")
+                found.append(f"{told}, if the accuracy was rounded to two decimals and then to one")
         return found
 
     def _rounds(self, right: int) -> bool:
@@ -139,10 +139,11 @@ def _page(labels: list[Labels], rows: list[tuple[PublishedRow, PublishedRow, Sco
         "# The paper's decathlon scores, from its accuracies",
         "",
         _paragraph(
-            "For each row of the paper's Table 4 a submission was made with those accuracies, as near as whole images "
-            f"allow, on the challenge's {images:,} test labels; it was written, read and scored as `bitgraft score` "
-            "does, with the challenge's baseline errors. Table 4 has one decimal, so S is known to an interval only: "
-            "lowest and highest take each accuracy 0.05 points down and up. Made on 2026-11-15 by"
+            "Our scorer reproduces the paper's decathlon scores. For each row of the paper's Table 4 we built a "
+            f"submission with those accuracies on the challenge's {images:,} test labels, as closely as a whole number "
+            "of images allows. It was written, read and scored as `bitgraft score` does, with the challenge's baseline "
+            "errors. Table 4 has one decimal, so S is only known within an interval: lowest and highest move each "
+            "accuracy down and up by 0.05 points. Run on 2026-11-15 with"
         ),
         "",
         "    python benchmarks/published_scores.py --labels LABELS --out docs/results/decathlon-scores.md",
@@ -158,7 +159,7 @@ def _page(labels: list[Labels], rows: list[tuple[PublishedRow, PublishedRow, Sco
             f"| {accuracies.title} | {score.total:.1f} | {low:.1f} | {high:.1f} | {whole:.0f} | {within} "
             f"| {sum(cell.fits for cell in some)} of {len(some)} |"
         )
-    lines += ["", "## By domain", "", "S of the submission, and in brackets what the paper prints.", ""]
+    lines += ["", "## By domain", "", "S of the submission, with the paper's value in parentheses.", ""]
     lines += [f"| row | {' | '.join(titles.values())} |", f"|---|{'---:|' * len(titles)}"]
     for accuracies, _, score, some in rows:
         shown = [
@@ -174,13 +175,13 @@ def _remarks(rows: list[tuple[PublishedRow, PublishedRow, Score, list[Cell]]]) -
     odd = [(title, cell) for title, cell in cells if not cell.counts()]
     lines = [
         _paragraph(
-            f"{sum(cell.fits for _, cell in cells)} of {len(cells)} cells are within their interval (†: not). For "
-            f"{len(cells) - len(odd)} cells there is also a whole number of right answers that gives both the printed "
-            "accuracy and the printed S. For the others the table says what would; which of it happened cannot be "
-            "known, since the counts are not published, and neither rounding nor cutting off explains all rows."
+            f"{sum(cell.fits for _, cell in cells)} of {len(cells)} cells are within their interval († is outside). For "
+            f"{len(cells) - len(odd)} cells, some whole number of correct answers gives both the printed accuracy and "
+            "the printed S. The table below lists what would explain the others. The counts are not published, so the "
+            "actual cause is unknown, and neither rounding nor truncation explains every row."
         ),
         "",
-        "| row | domain | accuracy | S | would give both |",
+        "| row | domain | accuracy | S | would explain both |",
         "|---|---|---:|---:|---|",
     ]
     for title, cell in odd:
@@ -196,9 +197,9 @@ def _remarks(rows: list[tuple[PublishedRow, PublishedRow, Score, list[Cell]]]) -
     return [
         *lines,
         _paragraph(
-            "The baseline errors are those of the challenge's own Finetune row to two decimals "
-            "(`src/bitgraft/paper/decathlon.toml`); that row is a little off 2500 here only because Table 4 prints it "
-            "with one decimal."
+            "The baseline errors are those of the challenge's own Finetune row, with two decimals "
+            "(`src/bitgraft/paper/decathlon.toml`). That row differs from 2500 here only because Table 4 prints one "
+            "decimal."
         ),
     ]
 
