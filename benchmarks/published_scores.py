@@ -139,10 +139,9 @@ def _page(labels: list[Labels], rows: list[tuple[PublishedRow, PublishedRow, Sco
         "# The paper's decathlon scores, from its accuracies",
         "",
         _paragraph(
-            "Our scorer reproduces the paper's decathlon scores. For each row of the paper's Table 4 we built a "
-            f"submission with those accuracies on the challenge's {images:,} test labels, as closely as a whole number "
-            "of images allows. It was written, read and scored as `bitgraft score` does, with the challenge's baseline "
-            "errors. Table 4 has one decimal, so S is only known within an interval: lowest and highest move each "
+            "This page checks `bitgraft score` against the paper's decathlon scores. For each row of its Table 4 we "
+            f"built a submission with those accuracies on the challenge's {images:,} test labels, as closely as a "
+            "whole number of images allows, and scored it with the challenge's baseline errors. Table 4 has one decimal, so S is only known within an interval: lowest and highest move each "
             "accuracy down and up by 0.05 points. Run on 2026-11-15 with"
         ),
         "",
@@ -175,8 +174,8 @@ def _remarks(rows: list[tuple[PublishedRow, PublishedRow, Score, list[Cell]]]) -
     odd = [(title, cell) for title, cell in cells if not cell.counts()]
     lines = [
         _paragraph(
-            f"{sum(cell.fits for _, cell in cells)} of {len(cells)} cells are within their interval († is outside). For "
-            f"{len(cells) - len(odd)} cells, some whole number of correct answers gives both the printed accuracy and "
+            f"{sum(cell.fits for _, cell in cells)} of {len(cells)} cells are within their interval († is outside). "
+            f"For {len(cells) - len(odd)} cells, some whole number of correct answers gives both the printed accuracy and "
             "the printed S. The table below lists what would explain the others. The counts are not published, so the "
             "actual cause is unknown, and neither rounding nor truncation explains every row."
         ),
