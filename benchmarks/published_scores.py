@@ -141,7 +141,8 @@ def _page(labels: list[Labels], rows: list[tuple[PublishedRow, PublishedRow, Sco
         _paragraph(
             "This page checks `bitgraft score` against the paper's decathlon scores. For each row of its Table 4 we "
             f"built a submission with those accuracies on the challenge's {images:,} test labels, as closely as a "
-            "whole number of images allows, and scored it with the challenge's baseline errors. Table 4 has one decimal, so S is only known within an interval: lowest and highest move each "
+            "whole number of images allows, and scored it with the challenge's baseline errors. Table 4 "
+            "has one decimal, so S is only known within an interval: lowest and highest move each "
             "accuracy down and up by 0.05 points. Run on 2026-11-15 with"
         ),
         "",
@@ -175,9 +176,9 @@ def _remarks(rows: list[tuple[PublishedRow, PublishedRow, Score, list[Cell]]]) -
     lines = [
         _paragraph(
             f"{sum(cell.fits for _, cell in cells)} of {len(cells)} cells are within their interval († is outside). "
-            f"For {len(cells) - len(odd)} cells, some whole number of correct answers gives both the printed accuracy and "
-            "the printed S. The table below lists what would explain the others. The counts are not published, so the "
-            "actual cause is unknown, and neither rounding nor truncation explains every row."
+            f"For {len(cells) - len(odd)} cells, some whole number of correct answers gives both the printed accuracy "
+            "and the printed S. The table below lists what would explain the others. The counts are not published, so "
+            "the actual cause is unknown, and neither rounding nor truncation explains every row."
         ),
         "",
         "| row | domain | accuracy | S | would explain both |",
