@@ -118,12 +118,12 @@ def table(results: dict[str, Any]) -> str:
         [
             *lines,
             "",
-            f"Test accuracy in % by domain and images per class, mean and standard deviation over seeds {seeds}; in "
-            "parentheses the mean difference to `full` with the same images and seed, and its standard error.",
+            f"Test accuracy in % by domain and images per class: mean and standard deviation over seeds {seeds}.",
+            "In parentheses: mean difference from `full` with the same images and seed, and its standard error.",
             "",
-            f"Borrowing adds {bits['borrow'] - bits['full']:,} bits to the {bits['full']:,} of `full`. "
-            f"{results['steps']} steps; {results['machine']}, torch {results['torch']}, {results['date']}; {spent:.0f} "
-            "core-minutes, earlier tasks apart.",
+            f"Borrowing adds {bits['borrow'] - bits['full']:,} bits to the {bits['full']:,} of `full`.",
+            f"{results['steps']} steps; {results['machine']}, torch {results['torch']}, {results['date']};",
+            f"{spent:.0f} core-minutes without the earlier tasks.",
         ]
     )
 
