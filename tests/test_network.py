@@ -252,11 +252,11 @@ def test_at_most_so_many_tasks_are_kept_at_work():
     for name in "abcd":
         net.add_task(name, classes=3, seed=ord(name))
         answers[name] = run(net, x, task=name)
-    assert [key[0] for key in net._modules_at_work] == ["c", "d"]
+    assert net.resident == {"c", "d"}
     net.module("a")
     for name in "abcdabcd":
         assert torch.equal(run(net, x, task=name), answers[name])
-        assert len(net._modules_at_work) <= 2
+        assert len(net._module_cache) <= 2
     assert net.module("a") is net.module("a")
 
 

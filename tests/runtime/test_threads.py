@@ -49,7 +49,7 @@ def test_threads_that_run_different_tasks_get_their_own_answers(count, active):
         return sum(not torch.equal(run(net, inputs[i], task=f"t{i}"), answers[i]) for _ in range(60))
 
     assert together(count, work) == [0] * count
-    assert len(net._modules_at_work) <= active
+    assert len(net._module_cache) <= active
 
 
 @pytest.mark.parametrize("active", [1, 8])
