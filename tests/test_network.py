@@ -293,7 +293,7 @@ def test_a_mixed_batch_gives_each_image_its_own_task_in_order():
 @pytest.mark.parametrize(
     ("names", "error", "sentence"),
     [
-        (["a"], TaskError, "2 images came with 1 task names: give one name per image"),
+        (["a"], TaskError, "got 2 images and 1 task names: pass one name per image"),
         (["a", "zebra"], UnknownTaskError, "there is no task 'zebra'; added are 'a'; the backbone's own is 'original'"),
     ],
 )

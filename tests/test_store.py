@@ -46,7 +46,7 @@ def test_weights_in_a_file_are_found_from_any_folder(tmp_path, monkeypatch):
 def test_another_backbone_is_refused(tmp_path, net):
     Store.create(tmp_path, BACKBONE, net)
     other = Backbone("wrn-10-2", pretrained=False)
-    with pytest.raises(StoreError, match=r"has the backbone wrn-10-1.* not wrn-10-2.*choose another with --store"):
+    with pytest.raises(StoreError, match=r"has the backbone wrn-10-1 .* not wrn-10-2 .*choose another with --store"):
         Store.create(tmp_path, other, Network(other.build()))
     assert Store(tmp_path).backbone == BACKBONE
 
@@ -55,7 +55,7 @@ def test_weights_that_changed_since_are_refused(tmp_path, net):
     store = Store.create(tmp_path, BACKBONE, net)
     about = json.loads((tmp_path / "store.json").read_text())
     (tmp_path / "store.json").write_text(json.dumps({**about, "fingerprint": "0" * 64}))
-    with pytest.raises(StoreError, match="not those that the store"):
+    with pytest.raises(StoreError, match="have changed since the store"):
         Store(store.folder).network()
 
 
@@ -91,13 +91,13 @@ def test_no_store_and_a_later_one(tmp_path, net):
     Store.create(tmp_path, BACKBONE, net)
     about = json.loads((tmp_path / "store.json").read_text())
     (tmp_path / "store.json").write_text(json.dumps({**about, "format": 2}))
-    with pytest.raises(StoreError, match="format 2: this bitgraft knows 1"):
+    with pytest.raises(StoreError, match="format 2, but this bitgraft only supports 1"):
         Store(tmp_path)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path, net):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="cannot make a store"):
+    with pytest.raises(StoreError, match="cannot create a store"):
         Store.create(tmp_path / "file" / "store", BACKBONE, net)
 
 

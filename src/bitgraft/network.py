@@ -90,7 +90,7 @@ class Network(nn.Module):
         return self._fingerprint.value()
 
     def joint_copy(self) -> "Network":
-        """Return a network without tasks on a copy of the backbone, for methods that train weights which tasks share."""
+        """Return a network without tasks on a copy of the backbone, for methods that train weights shared by tasks."""
         copied = Network(copy.deepcopy(self.backbone), **self._options).train(self.training)
         copied.joint = True
         return copied
@@ -159,9 +159,9 @@ class Network(nn.Module):
 
     @torch.inference_mode(False)
     def load_task(self, path: str | Path, *, name: str | None = None, head: nn.Module | None = None) -> Task:
-        """Add the task in a file, ready to run, under another `name` if given. A file that does not fit changes nothing.
+        """Add the task in a file, ready to run. A file that does not fit changes nothing.
 
-        If the task was added with a head module, pass a module of the same kind as `head`.
+        `name` renames the task. If it was added with a head module, pass a module of the same kind as `head`.
         """
         filed = archive.read_archive(path)
         filed = filed if name is None else archive.rename(filed, name)
@@ -207,7 +207,7 @@ class Network(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def ready(self, name: str | None, batch: Iterable[str] = (), spare: SpareModule | None = None) -> TaskModule:
-        """Return the module that runs a task, up to date: the spare one if the tasks of a mixed batch do not all fit."""
+        """Return the module that runs a task, up to date: the spare one if the tasks of a mixed batch do not fit."""
         with self._lock:
             cache, task, others = self._module_cache, self._find(name), [self._find(other) for other in batch]
             task_module = spare.switch_to(task) if spare and cache.spills(task, others) else cache.get(task)
@@ -280,8 +280,8 @@ class Network(nn.Module):
     def print_trainable_parameters(self) -> None:
         """Print the number of trainable parameters, as PEFT does. Each score R counts, though a file stores one bit."""
         sizes = [(parameter.numel(), parameter.requires_grad) for parameter in self.parameters()]
-        total, trainable = sum(size for size, _ in sizes), sum(size for size, learned in sizes if learned)
-        print(f"trainable params: {trainable:,d} || all params: {total:,d} || trainable%: {100 * trainable / total:.4f}")
+        total, learned = sum(size for size, _ in sizes), sum(size for size, requires_grad in sizes if requires_grad)
+        print(f"trainable params: {learned:,d} || all params: {total:,d} || trainable%: {100 * learned / total:.4f}")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Network":
         blank = torch.empty(0, dtype=self.anatomy.dtype)

@@ -72,7 +72,7 @@ def test_a_description_takes_at_most_its_room(width: int, classes: int, size: in
 
 
 def test_too_few_images_are_refused() -> None:
-    with pytest.raises(Exception, match="several images of a class"):
+    with pytest.raises(Exception, match="more images than classes"):
         fitting.fit_description(torch.eye(3), torch.arange(3), 3, 2)
 
 

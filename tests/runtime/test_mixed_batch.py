@@ -277,9 +277,9 @@ def test_named_inputs_are_split_by_task(active):
         alone = run(net, **{key: value[rows] for key, value in inputs.items()}, task=name)
         assert torch.equal(torch.stack([mixed[row] for row in rows]), alone)
     assert_as_one_by_one(net, inputs["input_ids"], attention_mask=inputs["attention_mask"])
-    with pytest.raises(TaskError, match="8 images came with 2 task names"):
+    with pytest.raises(TaskError, match="got 8 images and 2 task names"):
         net(**inputs, task=["a", "b"])
-    with pytest.raises(TaskError, match="needs a tensor with one row for each task name"):
+    with pytest.raises(TaskError, match="needs a tensor with one row per name"):
         net(return_dict=True, task=["a", "b"])
 
 

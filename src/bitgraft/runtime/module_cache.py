@@ -71,7 +71,7 @@ class ModuleCache:
         self.spare = SpareModules()
 
     def spills(self, task: Task, batch: Iterable[Task]) -> bool:
-        """Return whether a task has to run in a spare module because its batch does not fit. If so, make room for it."""
+        """Return whether a task must run in a spare module because its batch does not fit. If so, make room for it."""
         if task.name in self.names or task.training or not differs_in_tensors_only(task):
             return False
         if self._fits([computed_bytes(other) for other in batch]):

@@ -1,4 +1,4 @@
-"""The plain backbone's features of an image: what its head takes in, pooled and l2-normalised."""
+"""Features of the plain backbone: the input of its head, pooled and l2-normalised."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from bitgraft.task import Task
 
 
 class PlainFeatures:
-    """The backbone without its head. It follows writes to the backbone, and shares its memory."""
+    """The backbone without its head. It shares the backbone's memory and follows writes to it."""
 
     def __init__(self, anatomy: Anatomy) -> None:
         if not anatomy.head_known:
@@ -21,7 +21,7 @@ class PlainFeatures:
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
-        """(N, features), of length 1 each."""
+        """Return unit-length features, (N, features)."""
         self._module.refresh()
         found = logits(self._module(images)).float()
         return F.normalize(found.flatten(2).mean(2) if found.dim() > 2 else found, dim=1)
