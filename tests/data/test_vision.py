@@ -148,7 +148,7 @@ def test_a_set_without_splits_is_split_by_the_seed(named):
 
 
 def test_downloads_happen_when_asked_and_once(named, tmp_path):
-    with pytest.raises(DataError, match=r"Dataset not found; download=True \(--download\) fetches it"):
+    with pytest.raises(DataError, match=r"Dataset not found; download=True \(--download\) downloads it"):
         open_data(named(Remote), root=tmp_path)
     splits = open_data(named(Remote), root=tmp_path, download=True)
     assert sizes(splits) == (20, 20, 20)
@@ -180,7 +180,7 @@ def test_characters_and_signs_are_not_mirrored(named):
 
 @pytest.mark.parametrize(
     ("make", "message"),
-    [(Attributes, "rather than a class"), (Empty, "is empty"), (Fussy, "needs more than a name.*year")],
+    [(Attributes, "not a class index"), (Empty, "is empty"), (Fussy, "needs more than a name.*year")],
 )
 def test_sets_of_another_kind_are_refused(named, make, message):
     with pytest.raises(DataError, match=message):
