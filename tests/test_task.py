@@ -90,7 +90,7 @@ def test_a_state_dict_holds_a_task_in_the_middle_of_training(assign, tmp_path):
     assert torch.equal(run(fresh, batch(), task="t"), seen.answer)
 
 
-def test_so_does_a_file(tmp_path):
+def test_a_file_holds_a_task_in_the_middle_of_training(tmp_path):
     _, seen = trained(tmp_path)
     other = Network(tiny()).eval()
     other.load_task(seen.path)

@@ -19,7 +19,7 @@ from bitgraft.runtime import grouping
 from bitgraft.runtime.fingerprint import Fingerprint
 from bitgraft.runtime.identify import decision
 from bitgraft.runtime.module_cache import ModuleCache, SpareModule
-from bitgraft.runtime.new_task import loaded_task, new_task, original_task
+from bitgraft.runtime.new_task import loaded_task, new_task, plain_task
 from bitgraft.runtime.task_module import TaskModule
 from bitgraft.task import Task, check_name, dotless, dotted
 
@@ -54,7 +54,7 @@ class Network(nn.Module):
         self.backbone, self.original = backbone, check_name(original)
         self.active, self.memory = active, memory
         self._tasks = nn.ModuleDict()
-        self._original = original_task(self.anatomy, original)
+        self._original = plain_task(self.anatomy, original, "keep")
         self.joint = False  # True while the weights that tasks share may be trained (`joint_copy`)
         self._fingerprint = Fingerprint(self.anatomy)
         self._init_runtime()

@@ -195,7 +195,7 @@ class Task(nn.Module):
         Levels that are still trained keep the correction until `last`.
         """
         if self.input_means and (last or not self.learned_levels()):
-            for name, bias in self._corrected_biases(self._tensors_as_held()).items():
+            for name, bias in self._corrected_biases(self._uncorrected_tensors()).items():
                 self.owned[name].copy_(bias)
             self.correct_mean_shift({})
 

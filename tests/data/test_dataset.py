@@ -123,7 +123,7 @@ def test_without_augmentation_images_are_as_evaluated_and_decoded_once(images, a
     assert torch.equal(data[3][0], before)
 
 
-def test_training_without_chance_is_evaluation(images):
+def test_training_images_without_augmentation_equal_evaluation(images):
     data = ImageDataset(images, SMALL, Augmentation(flip=False, crop="none"))
     assert torch.equal(data[3][0], evaluation_tensor(images.files[3], SMALL))
 

@@ -86,7 +86,7 @@ def test_flips_are_the_papers(tmp_path, domain, flip):
     assert open_data(f"{tmp_path}:{domain}").flip == flip
 
 
-def test_a_devkit_wants_a_domain(tmp_path):
+def test_a_devkit_without_a_domain_is_refused(tmp_path):
     devkit(tmp_path)
     assert domains(tmp_path) == ("gtsrb",)
     with pytest.raises(DataError, match=r"devkit: add a domain, as in .*:gtsrb"):

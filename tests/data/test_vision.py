@@ -4,7 +4,7 @@ import torch
 from PIL import Image
 from torchvision import datasets
 
-from bitgraft.data.splits import CACHE, open_data
+from bitgraft.data.splits import open_data
 from bitgraft.errors import DataError
 
 COLOUR = np.random.default_rng(0).integers(0, 256, (20, 6, 6, 3), dtype=np.uint8)
@@ -155,13 +155,13 @@ def test_downloads_happen_when_asked_and_once(named, tmp_path):
     assert sizes(open_data(named(Remote), root=tmp_path)) == (20, 20, 20)
 
 
-def test_real_classes_that_are_not_there_say_so(tmp_path):
+def test_real_data_sets_that_are_not_downloaded_are_refused(tmp_path):
     for name in ("CIFAR10", "Flowers102", "SVHN", "GTSRB", "FashionMNIST", "EuroSAT", "DTD", "OxfordIIITPet"):
         with pytest.raises(DataError, match=f"cannot open torchvision:{name}"):
             open_data(f"torchvision:{name}", root=tmp_path)
 
 
-def test_a_real_class_with_made_files(tmp_path):
+def test_a_real_data_set_with_fake_files(tmp_path):
     folder = tmp_path / "eurosat" / "2750"
     for name in ("Forest", "River"):
         (folder / name).mkdir(parents=True)
@@ -199,7 +199,3 @@ def test_a_set_without_training_images(named):
 
     with pytest.raises(DataError, match="no split train or trainval"):
         open_data(named(Only))
-
-
-def test_the_cache_is_in_the_home():
-    assert CACHE.parts[-3:] == (".cache", "bitgraft", "data")

@@ -65,14 +65,14 @@ def test_classes_are_a_number_or_names(classes, names, tmp_path):
         (2.5, "pass their number or a list of their names"),
     ],
 )
-def test_classes_that_make_no_sense_are_refused(classes, sentence):
+def test_invalid_classes_are_refused(classes, sentence):
     net = Network(tiny())
     with pytest.raises(ClassesError, match=sentence):
         net.add_task("t", classes=classes)
     assert not net.tasks
 
 
-def test_a_task_must_say_what_it_gives():
+def test_a_task_without_an_output_is_refused():
     with pytest.raises(TaskError, match="the task has no output: pass classes="):
         Network(tiny()).add_task("t")
     with pytest.raises(TaskError, match="head='linear': pass a module"):

@@ -50,7 +50,7 @@ def test_the_likelihood_is_that_of_the_mixture_written_out() -> None:
 
 
 @pytest.mark.parametrize("scorer", [NearestMean, Mahalanobis, RelativeMahalanobis, Likelihood])
-def test_a_task_scores_the_same_whoever_else_is_there(scorer) -> None:
+def test_a_tasks_scores_do_not_depend_on_other_tasks(scorer) -> None:
     one, other, (features, _) = described(1, 2, 2), described(2, 5, 4), cloud(1, 2)
     alone, both, turned = scorer([one])(features), scorer([one, other])(features), scorer([other, one])(features)
     torch.testing.assert_close(alone[:, 0], both[:, 0], rtol=1e-4, atol=1e-3)
@@ -64,7 +64,7 @@ def test_likelihood_tells_clouds_apart() -> None:
 
 
 @pytest.mark.parametrize(("width", "classes", "size"), [(1280, 200, 500_000), (2048, 100, 4_000_000), (64, 2, 1000)])
-def test_a_description_takes_at_most_its_room(width: int, classes: int, size: int) -> None:
+def test_a_description_fits_its_budget(width: int, classes: int, size: int) -> None:
     rank = fitting.rank_for(width, classes, size)
     assert 1 <= rank <= fitting.RANK
     numbers = 2 * (width + rank * (width + classes)) + 4 * (rank + 6)
@@ -149,7 +149,7 @@ def test_tasks_that_prepare_images_differently_get_their_own() -> None:
     assert torch.equal(apart.scores, net.identify(seen).scores)
 
 
-def test_without_a_description_it_says_so() -> None:
+def test_tasks_without_a_description_are_refused() -> None:
     net = Network(tiny()).eval()
     with pytest.raises(TaskError, match="there is no task"):
         net.identify(images(0))

@@ -75,7 +75,7 @@ class Ending(nn.Module):
 
 @pytest.mark.parametrize("active", [1, 8])
 @pytest.mark.parametrize("last", [F.softmax, F.log_softmax])
-def test_what_follows_the_head_sees_its_own_classes_alone(last, active):
+def test_layers_after_the_head_see_only_the_tasks_classes(last, active):
     torch.manual_seed(0)
     net, x = taught(Ending(last).eval(), batch(8), head="fc", active=active), batch(8)
     for scores in assert_as_one_by_one(net, x):
@@ -109,7 +109,7 @@ def test_features_of_a_backbone_without_a_head(active):
     assert_as_one_by_one(net.eval(), x, ["c", "a", "b", "original"])
 
 
-def test_a_change_between_two_batches_shows():
+def test_changes_between_two_batches_are_followed():
     x = batch(8)
     net = taught(tiny(), x)
     before = assert_as_one_by_one(net, x)
@@ -160,7 +160,7 @@ class Watched(nn.Module):
         return self.head(self.norm(self.inner(x)).flatten(1))
 
 
-def test_tasks_that_are_not_kept_take_turns_in_the_same_memory(tmp_path):
+def test_tasks_that_do_not_fit_take_turns_in_the_same_memory(tmp_path):
     torch.manual_seed(0)
     backbone, x = Watched().eval(), batch(8, 3, 16, 16)
     weight = backbone.inner.weight.detach().clone()
@@ -199,7 +199,7 @@ class Meeting(nn.Module):
         return self.head(self.norm(self.inner(x)).flatten(1))
 
 
-def test_tasks_that_are_not_kept_may_run_beside_each_other(monkeypatch):
+def test_tasks_that_do_not_fit_run_concurrently(monkeypatch):
     torch.manual_seed(0)
     x = batch(4, 3, 8, 8)
     net = taught(Meeting().eval(), x, ("full", "simple", "piggyback"), example=x, memory=0)
@@ -216,7 +216,7 @@ def test_tasks_that_are_not_kept_may_run_beside_each_other(monkeypatch):
             assert all(torch.equal(given[name], wanted[name]) for name in "ab")
 
 
-def test_a_budget_of_memory_counts_as_a_number_of_tasks_does():
+def test_the_memory_limit_applies_to_mixed_batches():
     x = batch(8)
     net = taught(tiny(), x, ("full", "simple", "piggyback"), active=8, memory=1)
     assert_as_one_by_one(net, x)

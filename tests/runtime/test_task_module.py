@@ -114,7 +114,7 @@ def test_exported_modules_open_where_bitgraft_is_not_installed(tmp_path):
     assert done.stdout.strip() == f"opened {len(saved)}", done.stderr
 
 
-def test_an_exported_module_goes_its_own_way():
+def test_training_an_exported_module_leaves_the_task_alone():
     net, x = Network(tiny()), batch()
     net.add_task("t", classes=3, method="adapters-series")
     answer = run(net, x, task="t")
@@ -168,7 +168,7 @@ def test_a_series_adapter_adds_to_an_output_that_keeps_its_precision(dtype):
     assert torch.equal(run(net.export("t"), x), expected)
 
 
-def test_what_is_exported_of_a_loaded_task_has_memory_of_its_own(tmp_path):
+def test_exported_tensors_of_a_loaded_task_do_not_share_storage(tmp_path):
     """A loaded task's tensors lie in one stretch of memory; one tensor saved would take all of it along."""
     net = Network(tiny())
     net.add_task("t", classes=3)

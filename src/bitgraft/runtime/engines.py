@@ -88,9 +88,7 @@ class Graph:
         return self._runtime.InferenceSession(self._model, self._options, providers=["CPUExecutionProvider"])
 
 
-@lru_cache(maxsize=8)
-def shared_graph(data: bytes, threads: int) -> Graph:
-    return Graph(data, threads)
+shared_graph = lru_cache(maxsize=8)(Graph)
 
 
 class Session:
@@ -119,17 +117,17 @@ def make_session(
     """
     need("onnxruntime")  # before anything slow
     module = scores_module(plain, images[:1])
-    problem: ExportError | None = None
-    for free in ([*head, *(f"inner.{name}" for name in head)], []):
-        try:
-            graph = shared_graph(graphs.get(module, images[:TRACED], free), threads or torch.get_num_threads())
-            session = Session(graph, module.state_dict())
-            check_agreement(session(images), expected)
-            return session
-        except ExportError as found:
-            problem = found
-    assert problem is not None
-    raise problem
+
+    def attempt(free: Collection[str]) -> Session:
+        graph = shared_graph(graphs.get(module, images[:TRACED], free), threads or torch.get_num_threads())
+        session = Session(graph, module.state_dict())
+        check_agreement(session(images), expected)
+        return session
+
+    try:
+        return attempt([*head, *(f"inner.{name}" for name in head)])
+    except ExportError:
+        return attempt([])
 
 
 def check_agreement(given: Tensor, expected: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from bitgraft.backbone.anatomy import Anatomy
 from bitgraft.errors import WrongBackboneError
 from bitgraft.format import archive, dependencies, restore
-from bitgraft.format.metadata import Metadata
+from bitgraft.format.metadata import HeadKind, Metadata
 from bitgraft.methods import registry
 from bitgraft.methods.preset_options import preset_options
 from bitgraft.runtime import heads
@@ -58,9 +58,9 @@ def new_task(
     return task
 
 
-def original_task(anatomy: Anatomy, name: str) -> Task:
-    """Return a task that is the unmodified backbone."""
-    return Task(Metadata(name, "classifier", {}, "keep"), anatomy, {}, {}, None)
+def plain_task(anatomy: Anatomy, name: str, head: HeadKind) -> Task:
+    """Return a task that changes nothing: the backbone with its own head ("keep") or without one ("none")."""
+    return Task(Metadata(name, "classifier", {}, head), anatomy, {}, {}, None)
 
 
 def loaded_task(

@@ -6,12 +6,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from bitgraft.backbone.anatomy import Anatomy
+from bitgraft.backbone.anatomy import Anatomy, unknown_head
+from bitgraft.backbone.tracing import logits
 from bitgraft.errors import TaskError
 from bitgraft.format.description import Description
-from bitgraft.runtime.identify.features import PlainFeatures
 from bitgraft.runtime.identify.scorers import Likelihood, certainty, energy, typicality
+from bitgraft.runtime.new_task import plain_task
+from bitgraft.runtime.task_module import TaskModule
 from bitgraft.task import Task
 
 RUNS = 3  # tasks to run per image
@@ -48,14 +51,20 @@ class Identifier:
     def __init__(self, anatomy: Anatomy) -> None:
         self._anatomy = anatomy
         self._lock = threading.Lock()
-        self._features: PlainFeatures | None = None
+        self._headless: TaskModule | None = None
         self._stacked: tuple[list[tuple[str, Description]], Likelihood] | None = None
 
+    @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:
-        """Return the plain backbone's features, (N, features)."""
+        """Return the input of the plain backbone's head, pooled and l2-normalised, (N, features)."""
+        if not self._anatomy.head_known:
+            raise unknown_head(self._anatomy.backbone)
         with self._lock:
-            self._features = self._features or PlainFeatures(self._anatomy)
-        return self._features(images)
+            if self._headless is None:
+                self._headless = TaskModule(plain_task(self._anatomy, "features", "none").eval())
+        self._headless.refresh()
+        features = logits(self._headless(images)).float()
+        return F.normalize(features.flatten(2).mean(2) if features.dim() > 2 else features, dim=1)
 
     @torch.no_grad()
     def decide(
@@ -73,11 +82,11 @@ class Identifier:
         for i, name in enumerate(names):
             rows = (best == i).any(1).nonzero()[:, 0]
             if len(rows):
-                logits, calibration = run(name, images[name][rows]), tasks[name].description.calibrated  # type: ignore[union-attr]
-                own = energy(logits)
+                output, calibration = run(name, images[name][rows]), tasks[name].description.calibrated  # type: ignore[union-attr]
+                own = energy(output)
                 scores[rows, i] = route[rows, i] + WEIGHT * certainty(own, calibration)
                 margins[rows, i] = typicality(route[rows, i], own, calibration) - calibration.threshold
-                outputs[name] = rows.tolist(), logits
+                outputs[name] = rows.tolist(), output
         chosen = scores.argmax(1)
         margin = margins.gather(1, chosen[:, None])[:, 0]
         likeliest = [names[i] for i in chosen.tolist()]
@@ -119,7 +128,7 @@ def union_scores(decision: Decision, tasks: Mapping[str, Task], *, known_only: b
     """
     names, scores = decision.identified.names, decision.identified.scores
     by_task = {name: scores.new_full((len(scores), len(tasks[name].classes or ())), -torch.inf) for name in names}
-    for name, (rows, logits) in decision.outputs.items():
-        by_task[name][rows] = logits.float().log_softmax(1) + scores[rows, names.index(name), None].log()
+    for name, (rows, output) in decision.outputs.items():
+        by_task[name][rows] = output.float().log_softmax(1) + scores[rows, names.index(name), None].log()
     unknown = (decision.identified.margins < 0)[:, None]
     return torch.cat([by_task[name] for name in names], 1).masked_fill(unknown & known_only, -torch.inf)
