@@ -21,7 +21,7 @@ def file_of(net, name):
 
 
 def gradients(net, name, images, times=1):
-    """What a call in training mode gives to everything that the task learns, in float32."""
+    """Return the gradients of all that the task learns after forward and backward in training mode."""
     task = net.tasks[name].train()
     task.zero_grad()
     for _ in range(times):
@@ -37,7 +37,7 @@ def test_all_methods_are_tested():
     assert sorted(METHODS) == sorted(method_names())
 
 
-# nothing is ever forgotten
+# no forgetting
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -172,7 +172,7 @@ def test_dropout_inside_a_norm_that_stays_still_follows_the_mode():
     assert (inside.training, inside.drop.training) == (False, True)
 
 
-# computing once
+# cached weights
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_an_evaluating_task_computes_its_tensors_once_and_again_when_something_c
     assert runs() == 0
     counted.clear()
     for _ in range(3):
-        net(x, task="t")  # gradients are on, but a frozen task has none
+        net(x, task="t")  # with gradients enabled, which a frozen task does not need
     assert len(counted) == 1
 
 
@@ -256,7 +256,7 @@ def test_at_most_active_tasks_keep_their_weights():
     net.module("a")
     for name in "abcdabcd":
         assert torch.equal(run(net, x, task=name), answers[name])
-        assert len(net._module_cache) <= 2
+        assert len(net.resident - {"a"}) <= 2  # "a" is pinned
     assert net.module("a") is net.module("a")
 
 
@@ -274,7 +274,7 @@ def test_the_module_of_a_task_follows_it_and_carries_hooks():
     assert torch.equal(run(module, x.bfloat16()), run(net.export("t"), x.bfloat16()))
 
 
-# one name per image
+# mixed batches
 
 
 @pytest.mark.parametrize(
@@ -462,7 +462,7 @@ def test_a_network_on_the_meta_device_runs():
 
 
 class Scaled(Tiny):
-    """Its first parameter is a number, not a vector."""
+    """Its first parameter is a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -560,7 +560,7 @@ class Checkpointed(Tiny):
         return self.fc(F.relu(self.pointwise(x)).mean((2, 3)))
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # so it is with the head alone
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # if only the head learns
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_gives_the_same_gradients(method, reentrant):
@@ -606,9 +606,7 @@ def test_timms_gradient_checkpointing_gives_the_same_gradients():
 
 # compiling
 
-LOOKED_AT = (
-    "ignore:The .grad attribute of a Tensor that is not a leaf"  # dynamo looks, and hides the warning its own way
-)
+LOOKED_AT = "ignore:The .grad attribute of a Tensor that is not a leaf"  # dynamo reads it
 
 
 @pytest.mark.filterwarnings(LOOKED_AT)

@@ -1,4 +1,4 @@
-"""What people import: every documented name is there, every name there is documented, and importing is cheap."""
+"""Public names: all exist, all are documented, and importing them is cheap."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""A folder of tasks: whole files, one backbone, commands side by side."""
+"""A store: atomic files, one backbone, concurrent commands."""
 
 import json
 import threading

@@ -135,7 +135,7 @@ def bad_files(folder):
     buffer = io.BytesIO()
     Image.fromarray(RGB).save(buffer, "png")
     broken = bytearray(buffer.getvalue())
-    broken[20] ^= 255  # the header no longer fits its checksum
+    broken[20] ^= 255  # the header no longer matches its checksum
     (folder / "broken.png").write_bytes(broken)
     return [folder / name for name in ("truncated.jpg", "empty.png", "text.jpg", "broken.png", "missing.jpg")]
 

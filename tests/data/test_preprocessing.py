@@ -103,7 +103,7 @@ def test_evaluation_is_torchvisions_resize_crop_and_normalize(wide_high, interpo
     assert found.dtype == torch.float32
     difference = (found - expected).abs()
     assert difference.mean() < 0.002
-    assert difference.max() < 2.5 / 255 / min(made.std)  # two of 256 levels, where PIL's rounding differs
+    assert difference.max() < 2.5 / 255 / min(made.std)  # two of 256 levels, from PIL's rounding
 
 
 def test_a_constant_image_becomes_a_constant():
@@ -129,7 +129,7 @@ def test_any_image_fills_any_frame(wide, high, height, width, margin):
 
 
 def test_a_very_thin_image_is_not_blown_up():
-    """As wide as high after resizing: the 60000 x 1 image is never blown up to 72 x 4320000."""
+    """The 60000 x 1 image is never resized to 72 x 4320000."""
     assert resize_to_frame(np.zeros((1, 60000), np.uint8), Preprocessing((64, 64), resize=72)).shape == (3, 72, 72)
 
 

@@ -81,7 +81,7 @@ def test_each_class_is_split_by_its_share_rounded_down_or_up(labels, share, seed
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=30, max_size=120), seeds)
 def test_the_total_matches_the_share(labels, seed):
-    """Small classes too: ten classes of four images give four images to a tenth, not none."""
+    """Also for small classes: a tenth of ten classes with four images is four images, not none."""
     singles = sum(1 for size in Counter(labels).values() if size == 1)
     assert abs(len(stratified_split(labels, 0.1, 0, seed)[1]) - len(labels) * 0.1) <= 0.5 + singles
 
@@ -109,6 +109,6 @@ def test_shares_that_leave_nothing_are_refused(val, test):
 
 
 def test_splits_are_pinned():
-    """Interrupted runs go on with the split that they began with."""
+    """Resumed runs need the same split."""
     labels = [0, 1, 0, 2, 0, 1, 1, 0, 2, 0, 1, 0, 2, 0, 1, 1]
     assert stratified_split(labels, 0.2, 0.2, 3) == ([0, 1, 4, 5, 8, 9, 10, 11, 12, 14], [2, 6, 7], [3, 13, 15])

@@ -11,7 +11,7 @@ COLOUR = np.random.default_rng(0).integers(0, 256, (20, 6, 6, 3), dtype=np.uint8
 
 
 class Arrays:
-    """As CIFAR is: train=, data and targets, classes."""
+    """Like CIFAR: train=, data, targets and classes."""
 
     layout, classes = "NHWC", ["cat", "dog"]
 
@@ -29,20 +29,20 @@ class Arrays:
 
 
 class Transposed(Arrays):
-    """As SVHN is: channels first, and no names."""
+    """Like SVHN: channels first, without class names."""
 
     layout, classes = "NCHW", None
 
 
 class Odd(Arrays):
-    """What it gives is not what it holds."""
+    """Its items differ from its data."""
 
     def __getitem__(self, index):
         return Image.fromarray(255 - COLOUR[index]), self.targets[index]
 
 
 class Hidden:
-    """Nothing but items; split=, of which it has train and test."""
+    """Only items; split= is train or test."""
 
     names, made = ("train", "test"), []
 
@@ -61,7 +61,7 @@ class Hidden:
 
 
 class Whole(Hidden):
-    """As EuroSAT is: no split at all."""
+    """Like EuroSAT: without splits."""
 
     def __init__(self, root, download=False):
         pass
@@ -83,7 +83,7 @@ class Fussy(Whole):
 
 
 class Remote(Hidden):
-    """Downloads once, and refuses to do so again."""
+    """Refuses to download twice."""
 
     names, there = ("trainval", "val", "test"), False
 

@@ -1,4 +1,4 @@
-"""onnxruntime gives PyTorch's answers, from one graph per backbone, or says why it cannot."""
+"""onnxruntime sessions agree with PyTorch, or report why there is none."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ EXPORTER = "torch.export cannot follow"
 
 
 class Moody(nn.Module):
-    """Which way it goes depends on the values, so it has no graph."""
+    """Data-dependent control flow, which cannot be exported."""
 
     def forward(self, x):
         return x.mean((2, 3)) if x.sum() > 0 else x.amax((2, 3))
@@ -109,7 +109,7 @@ def test_a_graph_without_a_common_layout_runs_as_exported(problem, tmp_path, mon
 @pytest.mark.parametrize("block", [4, 8, 16])
 @pytest.mark.parametrize("shape", [(16, 16, 1, 1), (24, 5, 3, 2), (7, 1, 3, 3)])
 def test_blocks_of_channels_are_what_their_description_says(block, shape):
-    """Element by element, the slow way."""
+    """Against a slow reference, element by element."""
     weight = torch.randn(shape)
     o, i, h, w = shape
     outputs, inputs = -(-o // block), -(-i // block)

@@ -15,7 +15,7 @@ from bitgraft.errors import ArchiveError, ClassesError
 
 
 class Mapped(nn.Module):
-    """A head with a norm, dropout and two layers: not something that could be guessed."""
+    """A head with a norm, dropout and two layers."""
 
     def __init__(self, features: int = 8, outputs: int = 4) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ def test_a_head_module_takes_whatever_the_backbone_hands_it_and_has_its_own_meth
     net.tasks["t"].train()
     box = {"boxes": torch.tensor([[4.0, 4.0, 40.0, 40.0]]), "labels": torch.tensor([1])}
     if name == "head":
-        sum(net(list(x), [box, box], task="t").values()).backward()  # asks the head for its loss
+        sum(net(list(x), [box, box], task="t").values()).backward()  # calls the head's compute_loss
     else:
         net(x, task="t")["out"].square().mean().backward()
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in head.parameters())

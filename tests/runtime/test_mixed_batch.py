@@ -1,4 +1,4 @@
-"""A batch with a task for each image: the same scores as one task at a time, to the last bit."""
+"""A mixed batch gives the same scores as one task at a time, to the last bit."""
 
 import threading
 import weakref
@@ -26,7 +26,7 @@ FAMILIES = {
 
 
 def taught(backbone: nn.Module, x: torch.Tensor, methods=("full", "piggyback-bn", "finetune"), **options) -> Network:
-    """Tasks a, b and c with 3, 4 and 5 classes, of which one is kept at work."""
+    """Return a network with tasks a, b and c of 3, 4 and 5 classes, which keeps the weights of one."""
     net = Network(backbone, **{"active": 1, **options})
     for seed, (name, method) in enumerate(zip("abc", methods, strict=True)):
         net.add_task(name, classes=3 + seed, method=method, seed=seed)
@@ -39,7 +39,7 @@ def rows_of(name, names=NAMES):
 
 
 def assert_as_one_by_one(net, x, names=NAMES, **inputs):
-    """Each task's rows come out as that task gives them in a batch by themselves. The mixed answer."""
+    """Compare a mixed batch with one batch per task, and return its output."""
     with torch.no_grad():
         mixed = net(x, task=names, **inputs)
     for name in set(names):
@@ -63,7 +63,7 @@ def test_a_mixed_batch_gives_what_one_task_at_a_time_gives(family, active):
 
 
 class Ending(nn.Module):
-    """A classifier, and something behind it that sees all of its outputs."""
+    """A classifier followed by a function of all of its outputs."""
 
     def __init__(self, last) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def test_gradients_reach_every_task_of_a_batch():
 
 
 class Watched(nn.Module):
-    """Notes where its weights lie whenever it runs."""
+    """Records the address of its weights at each call."""
 
     seen: ClassVar[list[int]] = []
     last: ClassVar[weakref.ref[torch.Tensor]]
@@ -185,7 +185,7 @@ def test_tasks_that_do_not_fit_take_turns_in_the_same_memory(tmp_path):
 
 
 class Meeting(nn.Module):
-    """A forward pass that goes on when another has come as far."""
+    """Waits in forward until another thread is there, too."""
 
     both: ClassVar[threading.Barrier | None] = None
 
@@ -235,7 +235,7 @@ def test_a_compiled_network_takes_mixed_batches():
         torch.testing.assert_close(mine, theirs)
 
 
-# inputs by name, as transformers takes them
+# keyword inputs, as in transformers
 
 
 def bert() -> nn.Module:

@@ -27,9 +27,6 @@ class ModuleCache:
         self._pinned: dict[str, TaskModule] = {}
         self._cached: OrderedDict[tuple[str, int], tuple[TaskModule, int]] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._cached)
-
     @property
     def names(self) -> set[str]:
         """The tasks that have a module."""
@@ -72,7 +69,8 @@ class ModuleCache:
 
     def spills(self, task: Task, batch: Iterable[Task]) -> bool:
         """Return whether a task must run in a spare module because its batch does not fit. If so, make room for it."""
-        if task.name in self.names or task.training or not differs_in_tensors_only(task):
+        evaluates = not task.training and not torch.is_grad_enabled()  # gradients need the weights after the call
+        if not evaluates or not differs_in_tensors_only(task) or task.name in self.names:
             return False
         if self._fits([computed_bytes(other) for other in batch]):
             return False
@@ -96,11 +94,8 @@ class SpareModules:
         self._idle: list[SpareModule] = []
 
     @contextmanager
-    def lend(self) -> Iterator["SpareModule | None"]:
-        """Lend a spare module for one batch, or None if gradients are enabled: they need the weights afterwards."""
-        if torch.is_grad_enabled():
-            yield None
-            return
+    def lend(self) -> Iterator["SpareModule"]:
+        """Lend a spare module for one batch."""
         with self._lock:
             spare = self._idle.pop() if self._idle else SpareModule()
         try:
@@ -117,7 +112,7 @@ class SpareModules:
 
 
 class SpareModule:
-    """One module tree that runs tasks in turn, each in the memory of the one before. Evaluation only."""
+    """One module tree that runs tasks in turn, each in the memory of the one before."""
 
     def __init__(self) -> None:
         self._module: TaskModule | None = None
