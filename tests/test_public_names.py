@@ -1,4 +1,4 @@
-"""What people import: every documented name is there, every name there is documented, and importing is cheap."""
+"""Public names: all exist, all are documented, and importing them is cheap."""
 
 import re
 import subprocess
@@ -22,7 +22,7 @@ def test_every_public_name_is_documented():
     assert {name for name in bitgraft.__all__ if not re.search(rf"\b{name}\b", PAGES)} == set()
 
 
-def test_every_name_resolves_to_what_is_called_so():
+def test_every_name_resolves_to_an_object_of_that_name():
     for name in bitgraft.__all__:
         assert getattr(bitgraft, name).__name__ == name
 

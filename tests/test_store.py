@@ -1,4 +1,4 @@
-"""A folder of tasks: whole files, one backbone, commands side by side."""
+"""A store: atomic files, one backbone, concurrent commands."""
 
 import json
 import threading
@@ -46,20 +46,20 @@ def test_weights_in_a_file_are_found_from_any_folder(tmp_path, monkeypatch):
 def test_another_backbone_is_refused(tmp_path, net):
     Store.create(tmp_path, BACKBONE, net)
     other = Backbone("wrn-10-2", pretrained=False)
-    with pytest.raises(StoreError, match=r"has the backbone wrn-10-1.* not wrn-10-2.*choose another with --store"):
+    with pytest.raises(StoreError, match=r"has the backbone wrn-10-1 .* not wrn-10-2 .*choose another with --store"):
         Store.create(tmp_path, other, Network(other.build()))
     assert Store(tmp_path).backbone == BACKBONE
 
 
-def test_weights_that_changed_since_are_refused(tmp_path, net):
+def test_changed_weights_are_refused(tmp_path, net):
     store = Store.create(tmp_path, BACKBONE, net)
     about = json.loads((tmp_path / "store.json").read_text())
     (tmp_path / "store.json").write_text(json.dumps({**about, "fingerprint": "0" * 64}))
-    with pytest.raises(StoreError, match="not those that the store"):
+    with pytest.raises(StoreError, match="have changed since the store"):
         Store(store.folder).network()
 
 
-def test_of_many_that_begin_a_store_at_once_the_first_stays_whole(tmp_path, net):
+def test_concurrent_creation_keeps_the_first_store(tmp_path, net):
     others = [Backbone("wrn-10-1", f"/weights/{i}", False) for i in range(8)]
     gate = threading.Barrier(len(others))
     seen = []
@@ -79,29 +79,29 @@ def test_of_many_that_begin_a_store_at_once_the_first_stays_whole(tmp_path, net)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', '{"format": 1, "backbone": {"nom": 1}}', "\0"])
-def test_a_damaged_store_is_one_sentence(tmp_path, text):
+def test_a_damaged_store_is_refused(tmp_path, text):
     (tmp_path / "store.json").write_text(text)
     with pytest.raises(StoreError, match=r"store.json is damaged"):
         Store(tmp_path)
 
 
-def test_no_store_and_a_later_one(tmp_path, net):
+def test_a_missing_store_and_a_newer_format_are_refused(tmp_path, net):
     with pytest.raises(StoreError, match="there is no store at"):
         Store(tmp_path / "nowhere")
     Store.create(tmp_path, BACKBONE, net)
     about = json.loads((tmp_path / "store.json").read_text())
     (tmp_path / "store.json").write_text(json.dumps({**about, "format": 2}))
-    with pytest.raises(StoreError, match="format 2: this bitgraft knows 1"):
+    with pytest.raises(StoreError, match="format 2, but this bitgraft only supports 1"):
         Store(tmp_path)
 
 
-def test_a_folder_that_cannot_be_made(tmp_path, net):
+def test_a_folder_that_cannot_be_created(tmp_path, net):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="cannot make a store"):
+    with pytest.raises(StoreError, match="cannot create a store"):
         Store.create(tmp_path / "file" / "store", BACKBONE, net)
 
 
-def test_tasks_are_files_and_load_with_those_that_they_build_on(tmp_path, net):
+def test_tasks_load_with_the_tasks_that_they_build_on(tmp_path, net):
     store = Store.create(tmp_path, BACKBONE, net)
     first = store.network()
     for name in ("a", "b"):

@@ -1,4 +1,4 @@
-"""A task's state dict is the whole task, at any time."""
+"""A state dict holds the whole task at any time."""
 
 import copy
 import io
@@ -22,7 +22,7 @@ def network(**options) -> Network:
 
 
 def saved(state):
-    """Through a file, as checkpoints go."""
+    """Save and load a state, as checkpoints do."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -34,7 +34,7 @@ def as_safetensors(state):
 
 
 class Midway(Callback):
-    """After a few steps: what the task gives, a copy of its state, and its file."""
+    """Records the task's output, state and file after a few steps."""
 
     def __init__(self, net, path) -> None:
         self.net, self.path = net, path
@@ -43,7 +43,7 @@ class Midway(Callback):
     def step(self, epoch, step, images) -> None:
         if epoch == 1:
             task = self.net.tasks["t"].eval()
-            cpu.set_channels_last(task, False)  # as other networks run it: sums are rounded in another order
+            cpu.set_channels_last(task, False)  # other networks use the default layout, which rounds differently
             self.answer, self.state = run(self.net, batch(), task="t"), copy.deepcopy(task.state_dict())
             self.net.save_task("t", self.path)
             task.train()
@@ -84,13 +84,13 @@ def test_a_state_dict_holds_a_task_in_the_middle_of_training(assign, tmp_path):
     again = network(seed=2)
     again.tasks["t"].load_state_dict(fresh.tasks["t"].state_dict())
     assert torch.equal(run(again, batch(), task="t"), seen.answer)
-    again.tasks["t"].load_state_dict(net.tasks["t"].state_dict())  # which has no means any more
+    again.tasks["t"].load_state_dict(net.tasks["t"].state_dict())  # which has no input means
     assert torch.equal(run(again, batch(), task="t"), run(net, batch(), task="t"))
     fresh.tasks["t"].freeze()
     assert torch.equal(run(fresh, batch(), task="t"), seen.answer)
 
 
-def test_so_does_a_file(tmp_path):
+def test_a_file_holds_a_task_in_the_middle_of_training(tmp_path):
     _, seen = trained(tmp_path)
     other = Network(tiny()).eval()
     other.load_task(seen.path)

@@ -1,10 +1,35 @@
 """bitgraft: new tasks for one pretrained network, about one bit per weight each, with no forgetting.
 
-Names load when they are first used, so `import bitgraft` costs nothing.
+Names are imported on first use, so `import bitgraft` is fast.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from bitgraft.errors import ArchiveError as ArchiveError
+from bitgraft.errors import BackboneError as BackboneError
+from bitgraft.errors import BackboneWarning as BackboneWarning
+from bitgraft.errors import BitgraftError as BitgraftError
+from bitgraft.errors import ClassesError as ClassesError
+from bitgraft.errors import CorruptError as CorruptError
+from bitgraft.errors import DataError as DataError
+from bitgraft.errors import DataWarning as DataWarning
+from bitgraft.errors import ExportError as ExportError
+from bitgraft.errors import FigureError as FigureError
+from bitgraft.errors import MissingTaskError as MissingTaskError
+from bitgraft.errors import NewerFormatError as NewerFormatError
+from bitgraft.errors import NoFreeWeightsError as NoFreeWeightsError
+from bitgraft.errors import ServingError as ServingError
+from bitgraft.errors import SharingError as SharingError
+from bitgraft.errors import StoppedError as StoppedError
+from bitgraft.errors import StoreError as StoreError
+from bitgraft.errors import SuiteError as SuiteError
+from bitgraft.errors import TaskError as TaskError
+from bitgraft.errors import TrainingError as TrainingError
+from bitgraft.errors import UnknownBackboneError as UnknownBackboneError
+from bitgraft.errors import UnknownTaskError as UnknownTaskError
+from bitgraft.errors import UnsafeNameError as UnsafeNameError
+from bitgraft.errors import WrongBackboneError as WrongBackboneError
 
 if TYPE_CHECKING:
     from bitgraft.backbone.anatomy import Anatomy as Anatomy
@@ -14,30 +39,6 @@ if TYPE_CHECKING:
     from bitgraft.backbone.models import wide_resnet as wide_resnet
     from bitgraft.compression.compress import compress as compress
     from bitgraft.data.splits import open_data as open_data
-    from bitgraft.errors import ArchiveError as ArchiveError
-    from bitgraft.errors import BackboneError as BackboneError
-    from bitgraft.errors import BackboneWarning as BackboneWarning
-    from bitgraft.errors import BitgraftError as BitgraftError
-    from bitgraft.errors import ClassesError as ClassesError
-    from bitgraft.errors import CorruptError as CorruptError
-    from bitgraft.errors import DataError as DataError
-    from bitgraft.errors import DataWarning as DataWarning
-    from bitgraft.errors import ExportError as ExportError
-    from bitgraft.errors import FigureError as FigureError
-    from bitgraft.errors import MissingTaskError as MissingTaskError
-    from bitgraft.errors import NewerFormatError as NewerFormatError
-    from bitgraft.errors import NoFreeWeightsError as NoFreeWeightsError
-    from bitgraft.errors import ServingError as ServingError
-    from bitgraft.errors import SharingError as SharingError
-    from bitgraft.errors import StoppedError as StoppedError
-    from bitgraft.errors import StoreError as StoreError
-    from bitgraft.errors import SuiteError as SuiteError
-    from bitgraft.errors import TaskError as TaskError
-    from bitgraft.errors import TrainingError as TrainingError
-    from bitgraft.errors import UnknownBackboneError as UnknownBackboneError
-    from bitgraft.errors import UnknownTaskError as UnknownTaskError
-    from bitgraft.errors import UnsafeNameError as UnsafeNameError
-    from bitgraft.errors import WrongBackboneError as WrongBackboneError
     from bitgraft.format.archive import Archive as Archive
     from bitgraft.format.archive import read_archive as read_archive
     from bitgraft.format.rounding import compact as compact
@@ -62,32 +63,6 @@ _MODULES = {
     "backbone.models": ("resnet26", "wide_resnet"),
     "compression.compress": ("compress",),
     "data.splits": ("open_data",),
-    "errors": (
-        "ArchiveError",
-        "BackboneError",
-        "BackboneWarning",
-        "BitgraftError",
-        "ClassesError",
-        "CorruptError",
-        "DataError",
-        "DataWarning",
-        "ExportError",
-        "FigureError",
-        "MissingTaskError",
-        "NewerFormatError",
-        "NoFreeWeightsError",
-        "ServingError",
-        "SharingError",
-        "StoppedError",
-        "StoreError",
-        "SuiteError",
-        "TaskError",
-        "TrainingError",
-        "UnknownBackboneError",
-        "UnknownTaskError",
-        "UnsafeNameError",
-        "WrongBackboneError",
-    ),
     "format.archive": ("Archive", "read_archive"),
     "format.rounding": ("compact",),
     "methods.registry": ("Method", "method_names", "register_method"),
@@ -102,7 +77,7 @@ _MODULES = {
     "training.task_model": ("TaskModel",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-__all__ = sorted(_MODULE_OF)
+__all__ = sorted([*_MODULE_OF, *(name for name in globals() if name.endswith(("Error", "Warning")))])
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""One backbone and its tasks."""
+"""A backbone and its tasks."""
 
 import copy
 import threading
@@ -17,15 +17,14 @@ from bitgraft.errors import TaskError, UnknownTaskError
 from bitgraft.format import archive, dependencies
 from bitgraft.runtime import grouping
 from bitgraft.runtime.fingerprint import Fingerprint
-from bitgraft.runtime.identify.decision import Identifier
-from bitgraft.runtime.identify.methods import Identifying
-from bitgraft.runtime.module_cache import ModuleCache, SpareModule, computed_bytes
-from bitgraft.runtime.new_task import loaded_task, new_task, original_task, trainable_parameters
+from bitgraft.runtime.identify import decision
+from bitgraft.runtime.module_cache import ModuleCache, SpareModule
+from bitgraft.runtime.new_task import loaded_task, new_task, plain_task
 from bitgraft.runtime.task_module import TaskModule
 from bitgraft.task import Task, check_name, dotless, dotted
 
 
-class Network(Identifying, nn.Module):
+class Network(nn.Module):
     """A frozen backbone, and tasks that replace some of its tensors while they run.
 
         net = Network(timm.create_model("resnet50", pretrained=True))
@@ -33,11 +32,11 @@ class Network(Identifying, nn.Module):
         net(images, task="flowers")
 
     Args:
-        backbone: any module; it is read once and never written to.
-        original: the name under which the backbone's own task runs.
-        active: how many tasks keep their computed weights at a time; the rest cost what their bits take.
-        memory: how many bytes these may take; one task is kept in any case.
-        **reading: what `bitgraft.backbone.anatomy.read_anatomy` takes, to override what it finds.
+        backbone: any module. It is analysed once and never modified.
+        original: the name of the task that is the unmodified backbone.
+        active: how many tasks keep their computed weights in memory. The others take only the memory of their bits.
+        memory: a limit in bytes on those weights. At least one task keeps its weights in any case.
+        **anatomy_options: passed to `bitgraft.backbone.anatomy.read_anatomy`, to override what it detects.
     """
 
     def __init__(
@@ -47,61 +46,57 @@ class Network(Identifying, nn.Module):
         original: str = "original",
         active: int = 8,
         memory: int | None = None,
-        **reading: Any,
+        **anatomy_options: Any,
     ) -> None:
         super().__init__()
-        self.anatomy = read_anatomy(backbone, **reading)
-        self._options = {"original": original, "active": active, "memory": memory, **reading}
+        self.anatomy = read_anatomy(backbone, **anatomy_options)
+        self._options = {"original": original, "active": active, "memory": memory, **anatomy_options}
         self.backbone, self.original = backbone, check_name(original)
         self.active, self.memory = active, memory
         self._tasks = nn.ModuleDict()
-        self._original = original_task(self.anatomy, original)
-        self.joint = False  # the weights that tasks share may learn: of a `joint_copy`, until it is trained
+        self._original = plain_task(self.anatomy, original, "keep")
+        self.joint = False  # True while the weights that tasks share may be trained (`joint_copy`)
         self._fingerprint = Fingerprint(self.anatomy)
-        self._begin()
+        self._init_runtime()
         self.train(backbone.training)
 
-    def _begin(self) -> None:
-        """Set up what is not copied or pickled along with a network."""
-        self._modules_at_work = ModuleCache(self.active, self.memory)
-        self._pinned: dict[str, TaskModule] = {}
+    def _init_runtime(self) -> None:
+        """Create the state that is neither copied nor pickled."""
+        self._module_cache = ModuleCache(self.active, self.memory)
         self._lock = threading.RLock()
-        self._identifier = Identifier(self.anatomy)
+        self._identifier = decision.Identifier(self.anatomy)
 
     @property
     def tasks(self) -> Mapping[str, Task]:
-        """The tasks added or loaded, by name; the backbone's own is not among them."""
+        """The tasks by name, without the original one."""
         with self._lock:
             return MappingProxyType({dotted(key): task for key, task in self._tasks.items()})  # type: ignore[misc]
 
     @property
     def resident(self) -> set[str]:
-        """The tasks whose computed weights are in memory."""
+        """The names of the tasks whose computed weights are in memory."""
         with self._lock:
-            return {name for name, _ in self._modules_at_work} | set(self._pinned)
+            return self._module_cache.names
 
     @property
     def fingerprint(self) -> str:
-        """What a task file knows its backbone by: a hash over everything but the head.
+        """A hash of the backbone without its head, by which a task file recognises its backbone.
 
-        It follows writes to the weights, and stays through rounding (`net.half()`). A write that torch does not count
-        (through `.data`, NumPy or a fused optimizer) goes unnoticed if it leaves a tensor's first element as it was.
+        It changes when the weights do, but not when `net.half()` rounds them. Writes that torch does not count (through
+        `.data`, NumPy or a fused optimizer) go unnoticed if the first element of the tensor stays the same.
         """
         if self.joint:
-            self._fingerprint.forget()  # it may learn further
+            self._fingerprint.forget()  # it may train further
         return self._fingerprint.value()
 
     def joint_copy(self) -> "Network":
-        """A network with a backbone of its own and no tasks yet, for methods that train what tasks share.
-
-        Training them jointly makes it another backbone, with another fingerprint; this network stays as it is.
-        """
+        """Return a network without tasks on a copy of the backbone, for methods that train weights shared by tasks."""
         copied = Network(copy.deepcopy(self.backbone), **self._options).train(self.training)
         copied.joint = True
         return copied
 
     def save_backbone(self, path: str | Path) -> None:
-        """Write the backbone's weights to one safetensors file, as `bitgraft train --weights` takes it."""
+        """Write the backbone's weights to a safetensors file, for `bitgraft train --weights`."""
         write_weights(self.backbone, path)
 
     @torch.inference_mode(False)
@@ -119,29 +114,29 @@ class Network(Identifying, nn.Module):
         start: str | None = None,
         **options: Any,
     ) -> Task:
-        """Add a task that is ready to learn.
+        """Add a task, ready to be trained.
 
         Args:
-            classes: how many, or their names.
+            classes: the number of classes, or their names.
             method: one of `bitgraft.method_names()`.
-            head: "auto" gives the backbone's last layer `classes` outputs; "keep" leaves the backbone's output as it
-                is; a module takes the last layer's place; None gives features.
-            preset: gives the method's options and, in `bitgraft.fit`, the settings of training, as `bitgraft train
-                --preset` does; None leaves the method its own options (`bitgraft methods --json`).
-            seed: what the task starts from depends on this alone, not on the order of tasks.
-            preprocessing: stored in the file; by default what the backbone states (timm's configuration).
-            borrow: earlier tasks whose masks are mixed in (method full); they are frozen, and needed from then on.
-            start: an earlier task to begin as, head apart (method full); it is not needed afterwards.
-            **options: of the method, in place of the preset's.
+            head: "auto" gives the backbone's last layer `classes` outputs, "keep" keeps the backbone's own output, a
+                module replaces the last layer, and None returns features.
+            preset: sets the method's options, and the training settings that `bitgraft.fit` uses. None keeps the
+                method's own defaults (`bitgraft methods --json`).
+            seed: the only source of randomness in the task's initial state. The order of tasks has no influence.
+            preprocessing: stored in the task file. The default is what the backbone states (timm's configuration).
+            borrow: earlier tasks whose masks are mixed in (method full). They are frozen, and required from then on.
+            start: an earlier task to start from, except for its head (method full). It is not required afterwards.
+            **options: the method's options. They override the preset.
         """
         self._check_new(name)
         task = new_task(
             self.anatomy, self.tasks, name, classes, method, head, preset, seed, preprocessing, borrow, start, options
         )
-        return self._keep(task)
+        return self._register(task)
 
     def remove_task(self, name: str) -> None:
-        """Forget a task. Nothing else changes."""
+        """Remove a task. Nothing else changes."""
         dependencies.refuse_removal(name, self.tasks.values())
         self._added(name)
         with self._lock:
@@ -149,56 +144,50 @@ class Network(Identifying, nn.Module):
             self.release(name)
 
     def release(self, name: str) -> None:
-        """Drop a task's computed weights, until it runs again."""
+        """Free a task's computed weights until it runs again."""
         with self._lock:
-            self._pinned.pop(name, None)
-            self._modules_at_work.drop(name)
+            self._module_cache.drop(name)
 
     def limit_memory(self, memory: int | None) -> None:
-        """Change how many bytes computed weights may take, from the next task on that is made ready."""
+        """Change the limit on computed weights, in bytes. It applies when the next task is loaded into memory."""
         with self._lock:
-            self.memory = self._modules_at_work.memory = memory
+            self.memory = self._module_cache.memory = memory
 
     def save_task(self, name: str, path: str | Path, *, coded: bool = False) -> None:
-        """Write a task to one file, whole or not at all; coded, masks take about their entropy and longer to load."""
+        """Write a task to one file, atomically. With `coded`, masks are entropy-coded: smaller, but slower to load."""
         archive.save(archive.pack_task(self._added(name), self.fingerprint), path, coded=coded)
 
     @torch.inference_mode(False)
     def load_task(self, path: str | Path, *, name: str | None = None, head: nn.Module | None = None) -> Task:
         """Add the task in a file, ready to run. A file that does not fit changes nothing.
 
-        Args:
-            name: to call it otherwise than it was saved.
-            head: a module for the weights of the head, where the task was added with one.
+        `name` renames the task. If it was added with a head module, pass a module of the same kind as `head`.
         """
         filed = archive.read_archive(path)
         filed = filed if name is None else archive.rename(filed, name)
         self._check_new(filed.metadata.name)
-        return self._keep(loaded_task(self.anatomy, self.tasks, filed, self.fingerprint, head, path))
+        return self._register(loaded_task(self.anatomy, self.tasks, filed, self.fingerprint, head, path))
 
     def export(self, task: str | None = None) -> nn.Module:
-        """The task as an ordinary module of the backbone's own class, with plain weights, in evaluation mode."""
+        """Return the task as an ordinary module of the backbone's class with plain weights, in evaluation mode."""
         return TaskModule(self._find(task)).plain()
 
     def module(self, task: str | None = None) -> nn.Module:
-        """The module that runs a task, for hooks and for compiling; it follows the task at each call.
+        """Return the module that runs a task, to register hooks on or to compile. It follows changes of the task.
 
-        From then on the network runs this task in this one module, so let one thread at a time learn or run it.
+        From then on the network runs this task only in this module, so use it in one thread at a time.
         """
         with self._lock:
-            found = self._find(task)
-            if found.name not in self._pinned:
-                self._pinned[found.name] = TaskModule(found).pin()
-            task_module = self._pinned[found.name]
+            task_module = self._module_cache.pin(self._find(task))
         task_module.refresh()
         return task_module.module
 
     def forward(self, *inputs: Any, task: str | Sequence[str] | None = None, **named: Any) -> Any:
-        """Run one task on a batch, or, given one name per image, each image's own.
+        """Run a batch through one task, or, given a list of names, each image through its own task.
 
-        Inputs are the backbone's, by position or by name. The task may also come second: `net(images, "flowers")`.
-        One task gives what the backbone gives; a list of names gives a list with one tensor of scores per image.
-        "auto" finds each image's task, and gives log-probabilities of `classes()`, minus infinity for unknown images.
+        The task may also be the second positional argument: `net(images, "flowers")`. One task returns what the
+        backbone returns, a list of names returns a list with one tensor of logits per image, and "auto" identifies each
+        image's task and returns `union_scores`. All other arguments are passed to the backbone.
         """
         if task is None and len(inputs) > 1 and grouping.names_tasks(inputs[1]):
             task, inputs = inputs[1], (inputs[0], *inputs[2:])
@@ -206,40 +195,51 @@ class Network(Identifying, nn.Module):
             return self.union_scores(inputs[0])
         if task is None or isinstance(task, str):
             return self.ready(task)(*inputs, **named)
-        return self._mixed(list(task), inputs, named)
+        return self._forward_mixed(list(task), inputs, named)
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call,untyped-decorator]
-    def _mixed(self, tasks: list[str], inputs: Sequence[Any], named: Mapping[str, Any]) -> list[Tensor]:
+    def _forward_mixed(self, tasks: list[str], inputs: Sequence[Any], named: Mapping[str, Any]) -> list[Tensor]:
         groups, outputs = grouping.by_task(tasks, inputs, named), []
-        with self._modules_at_work.spare.lend() as spare:
+        with self._module_cache.spare.lend() as spare:
             for name, group in groups.items():
-                outputs.append(logits(self._module_for(name, groups, spare)(*group.inputs, **group.named)))
+                outputs.append(logits(self.ready(name, groups, spare)(*group.inputs, **group.named)))
         return grouping.in_order(groups.values(), outputs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _module_for(self, name: str, batch: Iterable[str], spare: SpareModule | None) -> Any:
-        """The module that runs a task in a batch of several: the spare one if not all of them can keep their own."""
+    def ready(self, name: str | None, batch: Iterable[str] = (), spare: SpareModule | None = None) -> TaskModule:
+        """Return the module that runs a task, up to date: the spare one if the tasks of a mixed batch do not fit."""
         with self._lock:
-            tasks = {other: self._find(other) for other in batch}
-            kept = name in self.resident or self._modules_at_work.can_keep(tasks.values())
-            if kept or spare is None or not spare.takes(tasks[name]):
-                return self.ready(name)
-            self._modules_at_work.make_room(computed_bytes(tasks[name]))
-        return spare.ready(tasks[name])
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def ready(self, name: str | None) -> TaskModule:
-        """The module that runs a task, up to date. What learns has one of its own, and so has each thread that learns:
-        gradients go to the tensors that the call began with, whatever runs meanwhile."""
-        with self._lock:
-            task = self._find(name)
-            if task.name in self._pinned:
-                return self._pinned[task.name]
-            grad = torch.is_grad_enabled()
-            key = (task.name, threading.get_ident() if grad and task.learns() else int(grad))
-            task_module = self._modules_at_work.get(key, task)
-        task_module.refresh()
+            cache, task, others = self._module_cache, self._find(name), [self._find(other) for other in batch]
+            task_module = spare.switch_to(task) if spare and cache.spills(task, others) else cache.get(task)
+        if not task_module.pinned:  # a pinned module refreshes itself at each call
+            task_module.refresh()
         return task_module
+
+    def identify(self, images: Tensor | Mapping[str, Tensor]) -> decision.Identified:
+        """Find each image's task, or None if the image resembles no task.
+
+        One pass of the plain backbone ranks the tasks, and the best few are run. Only tasks with a description take
+        part (`bitgraft describe`). If tasks preprocess images differently, pass one batch per task name.
+        """
+        return self.decide(images).identified
+
+    def decide(self, images: Tensor | Mapping[str, Tensor]) -> decision.Decision:
+        """Identify each image's task, and return the outputs of the tasks that ran as well."""
+        tasks = self.tasks
+        by_task = dict.fromkeys(tasks, images) if isinstance(images, Tensor) else images
+        return self._identifier.decide(tasks, by_task, lambda name, batch: logits(self(batch, task=name)))
+
+    def union_scores(self, images: Tensor | Mapping[str, Tensor]) -> Tensor:
+        """Return log-probabilities of `classes()`, (N, classes). Rows of unknown images are minus infinity."""
+        return decision.union_scores(self.decide(images), self.tasks, known_only=True)
+
+    def classes(self) -> list[tuple[str, str]]:
+        """Return the classes of all tasks that have a description, as (task, class), sorted by task."""
+        return decision.union(self.tasks)
+
+    def features(self, images: Tensor) -> Tensor:
+        """Return the input of the plain backbone's head, pooled and l2-normalised, (N, features)."""
+        return self._identifier.features(images)
 
     def _find(self, name: str | None) -> Task:
         return self._original if name is None or name == self.original else self._added(name)
@@ -258,42 +258,42 @@ class Network(Identifying, nn.Module):
         if dotless(name) in self._tasks or name == self.original:
             raise TaskError(f"there is a task {name!r} already: remove it first, or choose another name")
 
-    def _keep(self, task: Task) -> Task:
+    def _register(self, task: Task) -> Task:
         with self._lock:
             self._check_new(task.name)
             self._tasks[dotless(task.name)] = task.train(self.training)
         return task
 
     def train(self, mode: bool = True) -> "Network":
-        """Set the mode of every task; the backbone keeps its own."""
+        """Set the mode of every task. The backbone's own mode does not change."""
         self.training = mode
         for task in [self._original, *self.tasks.values()]:
             task.train(mode)
         return self
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of any module, with the backbone's out of gradients' reach: whoever filters by `requires_grad` gets what
-        the tasks learn. `net.backbone.parameters()` are the backbone's own tensors, whose flags never change."""
+        """Yield all parameters. The backbone's are detached, so `requires_grad` selects those that tasks learn."""
         own = set() if self.joint else set(self.backbone.parameters())
         for name, parameter in super().named_parameters(*args, **options):
             yield name, nn.Parameter(parameter.detach(), requires_grad=False) if parameter in own else parameter
 
     def print_trainable_parameters(self) -> None:
-        """Print how many parameters learn, as PEFT does. R, of which a task file keeps one bit, counts as one each."""
-        learned, every = trainable_parameters(self)
-        print(f"trainable params: {learned:,d} || all params: {every:,d} || trainable%: {100 * learned / every:.4f}")
+        """Print the number of trainable parameters, as PEFT does. Each score R counts, though a file stores one bit."""
+        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in self.parameters()]
+        total, learned = sum(size for size, _ in sizes), sum(size for size, requires_grad in sizes if requires_grad)
+        print(f"trainable params: {learned:,d} || all params: {total:,d} || trainable%: {100 * learned / total:.4f}")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Network":
         blank = torch.empty(0, dtype=self.anatomy.dtype)
         with self._fingerprint.carried(rounds=fn(blank).dtype != blank.dtype):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         with self._lock:
-            self._modules_at_work = ModuleCache(self.active, self.memory)
+            self._module_cache.clear()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, **dict.fromkeys(("_modules_at_work", "_pinned", "_lock", "_identifier"))}
+        return {**self.__dict__, **dict.fromkeys(("_module_cache", "_lock", "_identifier"))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._begin()
+        self._init_runtime()

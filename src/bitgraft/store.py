@@ -1,12 +1,11 @@
-"""A folder of tasks on disk: one backbone (name, weights, fingerprint) and one file per task.
+"""A folder of task files for one backbone.
 
     my-store/
-      store.json              which backbone, its fingerprint and size
+      store.json              the backbone's name, weights, fingerprint and size
       flowers.safetensors     a task
-      runs/flowers/           metrics of its training, and a checkpoint while that runs
+      runs/flowers/           training metrics, and a checkpoint during training
 
-Task files are self-contained: copy them to any store of the same backbone. torch is loaded when a network is asked for,
-not to list what is there.
+Task files are self-contained: copy them to any store of the same backbone. Listing a store does not import torch.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ RECORD = "store.json"
 
 @dataclass(frozen=True)
 class Backbone:
-    """How a store's backbone is built: the arguments of `load_backbone`."""
+    """The arguments of `load_backbone` that build a store's backbone."""
 
     name: str
     weights: str | None = None
     pretrained: bool = True
 
     def __post_init__(self) -> None:
-        if self.weights is not None and not self.weights.startswith(PACKAGE):  # found from any folder
+        if self.weights is not None and not self.weights.startswith(PACKAGE):  # valid in any working directory
             object.__setattr__(self, "weights", os.path.abspath(self.weights))
 
     def build(self) -> nn.Module:
-        """The network in evaluation mode. Random weights are the same each time."""
+        """Build the backbone in evaluation mode. Random weights are reproducible."""
         import torch
 
         from bitgraft.backbone.loading import load_backbone
@@ -61,14 +60,14 @@ class Backbone:
 
 @dataclass(frozen=True)
 class Size:
-    """What a store's tasks are measured against."""
+    """The size of a store's backbone."""
 
     parameters: int
-    """Of the backbone, its own head included."""
+    """Number of parameters, including the head."""
     weights: int
-    """How many of them a task can transform."""
+    """Number of parameters that a task can transform."""
     body: int = 0
-    """Bytes of all but its own head, buffers included; 0 in stores of earlier versions."""
+    """Bytes without the head, including buffers. 0 in stores of earlier versions."""
 
     @classmethod
     def of(cls, net: Network) -> Size:
@@ -78,33 +77,35 @@ class Size:
         return cls(sum(p.numel() for p in net.backbone.parameters()), weights, body)
 
     def copy_bytes(self, head: int) -> int:
-        """Of a separate copy of the network with a head of so many bytes: what `bitgraft export` writes."""
+        """Return the size in bytes of a full copy with a head of this size, as `bitgraft export` writes it."""
         return self.body + head if self.body else 4 * self.parameters
 
 
 class Store:
-    """A folder that exists. Every write is of one whole file, so commands that run side by side cannot clash."""
+    """An existing store. Files are written atomically, so several commands may use it at the same time."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         try:
             record = json.loads((self.folder / RECORD).read_text())
             if record["format"] != FORMAT:
-                raise StoreError(f"{folder} is a store of format {record['format']}: this bitgraft knows {FORMAT}")
+                raise StoreError(
+                    f"{folder} has store format {record['format']}, but this bitgraft only supports {FORMAT}: update it"
+                )
             backbone = Backbone(**record["backbone"])
             self.backbone = replace(backbone, weights=_find(record["backbone"].get("weights"), self.folder))
             self.fingerprint = str(record["fingerprint"])
             self.size = Size(**record["size"])
         except (FileNotFoundError, NotADirectoryError):
             raise StoreError(
-                f"there is no store at {folder}: `bitgraft train DATA --task NAME --backbone NAME --store {folder}` "
-                "makes one"
+                f"there is no store at {folder}: create one with "
+                f"`bitgraft train DATA --task NAME --backbone NAME --store {folder}`"
             ) from None
         except StoreError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as cause:
             raise StoreError(
-                f"{self.folder / RECORD} is damaged ({type(cause).__name__}: {cause}): restore it, or create another "
+                f"{self.folder / RECORD} is damaged ({type(cause).__name__}: {cause}): restore it, or create a new "
                 "store and move the task files there"
             ) from cause
 
@@ -114,15 +115,15 @@ class Store:
 
     @classmethod
     def create(cls, folder: str | Path, backbone: Backbone, net: Network) -> Store:
-        """Create a store, or open the one that is there if it has the same backbone.
+        """Create a store, or open the existing one if it has the same backbone.
 
-        Weights that lie within the folder are recorded relative to it, so that the folder can be moved.
+        Weights inside the folder are recorded relative to it, so that the folder can be moved.
         """
         path = Path(folder)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as cause:
-            raise StoreError(f"cannot make a store at {folder}: {cause.strerror}") from cause
+            raise StoreError(f"cannot create a store at {folder}: {cause.strerror}") from cause
         if not cls.exists(path):
             stated, base = asdict(backbone), os.path.abspath(path)
             if backbone.weights is not None and Path(backbone.weights).is_relative_to(base):
@@ -137,25 +138,26 @@ class Store:
         store = cls(path)
         if store.fingerprint != net.fingerprint:
             raise StoreError(
-                f"the store at {folder} has the backbone {store.backbone.name}, fingerprint {store.fingerprint[:12]}, "
-                f"not {backbone.name}, {net.fingerprint[:12]}: a store holds the tasks of one backbone; choose another "
-                "with --store"
+                f"the store at {folder} has the backbone {store.backbone.name} ({store.fingerprint[:12]}), not "
+                f"{backbone.name} ({net.fingerprint[:12]}), and a store holds the tasks of one backbone: choose "
+                "another with --store"
             )
         return store
 
     def network(self, **options: Any) -> Network:
-        """The backbone without tasks; options are those of `Network`."""
+        """Return a network without tasks. Options are passed to `Network`."""
         from bitgraft.network import Network
 
         net = Network(self.backbone.build(), **options)
         if net.fingerprint != self.fingerprint:
             raise StoreError(
-                f"the weights of {self.backbone.name} are not those that the store at {self.folder} was made with: "
-                f"their fingerprint is {net.fingerprint[:12]}, not {self.fingerprint[:12]}"
+                f"the weights of {self.backbone.name} have changed since the store at {self.folder} was created: their "
+                f"fingerprint is {net.fingerprint[:12]}, not {self.fingerprint[:12]}"
             )
         return net
 
     def names(self) -> list[str]:
+        """Return the names of the tasks, sorted."""
         files = (p for p in self.folder.glob(f"*{SUFFIX}") if not p.name.startswith("."))
         return sorted(p.name.removesuffix(SUFFIX) for p in files)
 
@@ -166,14 +168,14 @@ class Store:
         return self.folder / "runs" / check_name(task)
 
     def file(self, task: str) -> Path:
-        """The path of a task that is there."""
+        """Return the path of an existing task."""
         if not self.path(task).exists():
             known = ", ".join(self.names()) or "none yet"
             raise UnknownTaskError(f"the store at {self.folder} has no task {task!r}; it has {known}")
         return self.path(task)
 
     def summary(self, task: str) -> Summary:
-        """What a task's file says of itself, without its weights."""
+        """Read a task's metadata and size, without its weights."""
         return read_summary(self.file(task))
 
     def archive(self, task: str) -> Archive:
@@ -182,20 +184,20 @@ class Store:
         return read_archive(self.file(task))
 
     def load(self, net: Network, task: str, *, above: tuple[str, ...] = ()) -> Task:
-        """Add a task to the network, and before it the tasks that it builds on; `above` are those waiting for it."""
-        waiting, there = (*above, task), self.names()
+        """Add a task to the network, after the tasks that it builds on. `above` are the tasks that wait for it."""
+        waiting, names = (*above, task), self.names()
         for earlier in self.summary(task).metadata.depends_on:
-            if earlier not in net.tasks and earlier not in waiting and earlier in there:
+            if earlier not in net.tasks and earlier not in waiting and earlier in names:
                 self.load(net, earlier, above=waiting)
         return net.load_task(self.path(task), name=task)
 
     def check_replaceable(self, task: str) -> None:
-        """Refuse to overwrite a task that others build on."""
+        """Raise if other tasks build on this one, so that it must not be overwritten."""
         from bitgraft.format.archive import content
 
         try:
             digest = content(self.archive(task))
-        except (UnknownTaskError, ArchiveError):  # there is none, or a broken one, on which no task can build
+        except (UnknownTaskError, ArchiveError):  # missing, or damaged, so no task can build on it
             return
         for name in self.names():
             with contextlib.suppress(ArchiveError):
@@ -203,24 +205,24 @@ class Store:
                     raise StoreError(f"task {task!r} cannot be replaced: {name!r} builds on it; choose another name")
 
     def sizes(self) -> Iterator[tuple[str, int]]:
-        """Each task with the size of its file in bytes."""
+        """Yield each task's name and file size in bytes."""
         return ((name, os.path.getsize(self.path(name))) for name in self.names())
 
 
 def _find(weights: str | None, folder: Path) -> str | None:
-    """The weights in the store's folder if they are there, else as they are stated."""
+    """Return the path of the weights inside the store's folder if they are there, else the path as recorded."""
     return str(folder / weights) if weights is not None and (folder / weights).exists() else weights
 
 
 def _write_once(path: Path, data: bytes) -> None:
-    """Write a file unless another process has done so meanwhile: the first one stays, and is never seen in part."""
+    """Write a file atomically, unless another process has just written it: the first one stays."""
     part = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
         write_atomically(part, data)
         os.link(part, path)
     except FileExistsError:
         pass
-    except (OSError, NotImplementedError):  # a file system without links
+    except (OSError, NotImplementedError):  # the file system has no hard links
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -45,7 +45,7 @@ def batches(data, epochs=(0, 1), **options):
 
 
 def decoded(data):
-    """How many images are in the cache: those that come out although their files are gone."""
+    """Count the cached images: those that can be read without their files."""
     found = 0
     for index, path in enumerate(data.images.files):
         away = path.rename(path.with_suffix(".away"))
@@ -119,11 +119,11 @@ def test_without_augmentation_images_are_as_evaluated_and_decoded_once(images, a
     before = data[3][0]
     plain = data.without_augmentation()
     assert torch.equal(plain[3][0], evaluation_tensor(images.files[3], SMALL))
-    assert len(read) == reads + 1  # the one more is the line above
+    assert len(read) == reads + 1  # plus one in the line above
     assert torch.equal(data[3][0], before)
 
 
-def test_training_without_chance_is_evaluation(images):
+def test_training_images_without_augmentation_equal_evaluation(images):
     data = ImageDataset(images, SMALL, Augmentation(flip=False, crop="none"))
     assert torch.equal(data[3][0], evaluation_tensor(images.files[3], SMALL))
 
@@ -138,7 +138,7 @@ def test_a_random_crop_is_a_window_of_the_frame_maybe_mirrored(images):
             for left in range(5):
                 window = frame[:, top : top + 16, left : left + 16]
                 seen |= {(top, left, flip) for flip, x in ((0, window), (1, window.flip(2))) if torch.equal(x, crop)}
-    assert len(seen) > 45  # of 5 x 5 places, two ways round
+    assert len(seen) > 45  # of 5 x 5 positions, flipped or not
 
 
 def test_flip_can_be_turned_off():

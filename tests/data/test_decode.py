@@ -112,7 +112,7 @@ def test_exif_turns_the_image_upright(tmp_path, orientation):
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
-def test_exif_that_cannot_be_read_is_let_be(tmp_path):
+def test_unreadable_exif_is_ignored(tmp_path):
     path = saved(tmp_path / "a.jpg", Image.fromarray(RGB), exif=b"Exif\x00\x00II*\x00\xff\xff\xff\xff")
     assert pixels(path).shape == RGB.shape
 
@@ -135,7 +135,7 @@ def bad_files(folder):
     buffer = io.BytesIO()
     Image.fromarray(RGB).save(buffer, "png")
     broken = bytearray(buffer.getvalue())
-    broken[20] ^= 255  # the header no longer fits its checksum
+    broken[20] ^= 255  # the header no longer matches its checksum
     (folder / "broken.png").write_bytes(broken)
     return [folder / name for name in ("truncated.jpg", "empty.png", "text.jpg", "broken.png", "missing.jpg")]
 

@@ -86,10 +86,10 @@ def test_flips_are_the_papers(tmp_path, domain, flip):
     assert open_data(f"{tmp_path}:{domain}").flip == flip
 
 
-def test_a_devkit_wants_a_domain(tmp_path):
+def test_a_devkit_without_a_domain_is_refused(tmp_path):
     devkit(tmp_path)
     assert domains(tmp_path) == ("gtsrb",)
-    with pytest.raises(DataError, match=r"devkit: name a domain, as in .*:gtsrb"):
+    with pytest.raises(DataError, match=r"devkit: add a domain, as in .*:gtsrb"):
         open_data(tmp_path)
 
 
@@ -131,5 +131,5 @@ def test_annotations_that_do_not_fit_together(tmp_path):
     with pytest.raises(DataError, match=r"1 category ids .* first \[7\]"):
         open_data(f"{tmp_path}:gtsrb")
     write(tmp_path, "gtsrb", "train", whole | {"categories": [*CATEGORIES, {"id": 1, "name": "more"}]})
-    with pytest.raises(DataError, match="val annotations of gtsrb list other categories"):
+    with pytest.raises(DataError, match="val and train annotations of gtsrb list different categories"):
         open_data(f"{tmp_path}:gtsrb")

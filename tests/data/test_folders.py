@@ -34,7 +34,7 @@ def test_classes_and_files_come_in_the_order_of_their_names(tmp_path):
     assert images.labels == (0, 1, 1, 1, 1, 1)
 
 
-def test_what_is_hidden_or_no_image_is_passed_over(tmp_path):
+def test_hidden_and_other_files_are_skipped(tmp_path):
     cat = make(tmp_path / "cat", "a.png", ".b.png", "._a.png")
     make(tmp_path / ".git", "a.png")
     make(tmp_path / "__MACOSX" / "cat", "a.png")
@@ -53,7 +53,7 @@ def test_links_are_followed_but_not_in_circles(tmp_path):
         os.symlink(real, real / "again", target_is_directory=True)
         os.symlink(real / "a.png", real / "b.png")
     except OSError:
-        return  # Windows without the right to make links has no links to follow
+        return  # Windows may not permit links
     assert names(read_folder(folder)[1]) == ["a.png", "b.png"]
 
 
@@ -135,7 +135,7 @@ def test_a_folder_is_read_with_classes_from_elsewhere(tmp_path):
     assert read_known(tmp_path, ("cat", "dog", "fox")).labels == (1,)
 
 
-def test_a_folder_that_is_none(tmp_path):
+def test_a_missing_folder_is_an_error(tmp_path):
     with pytest.raises(DataError, match="nowhere"):
         read_folder(tmp_path / "nowhere")
 
@@ -157,7 +157,7 @@ def test_unknown_specs_list_the_forms(tmp_path, spec):
 
 
 @pytest.mark.parametrize("parts", [("test",), ("valid", "test")])
-def test_a_folder_without_images_to_train_on_says_so(tmp_path, parts):
+def test_a_folder_without_training_images_is_refused(tmp_path, parts):
     for part in parts:
         make(tmp_path / part / "cat", "a.png")
     with pytest.raises(DataError, match=rf"has {' and '.join(f'{p}/' for p in sorted(parts))} but no train/"):

@@ -12,7 +12,7 @@ from bitgraft.errors import DataError
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Small packages of the same make, found before the real ones."""
+    """Small fake packages that shadow the real ones."""
     for name in [name for name in sys.modules if name.split(".")[0] in ("mlxtend", "elpv_dataset")]:
         monkeypatch.delitem(sys.modules, name)
     cells = tmp_path / "elpv_dataset" / "data" / "images"

@@ -32,7 +32,7 @@ def test_preprocessing_goes_through_json_unchanged(height, width, margin, number
     assert Preprocessing.from_dict(json.loads(json.dumps(made.to_dict()))) == made
 
 
-def test_a_backbone_states_its_own():
+def test_a_timm_backbone_states_its_preprocessing():
     backbone = timm.create_model("tf_efficientnet_lite0", num_classes=2)
     stated = Preprocessing.from_dict(stated_preprocessing(backbone))
     assert stated == Preprocessing((224, 224), (0.5,) * 3, (0.5,) * 3, "bicubic", 256)
@@ -40,7 +40,7 @@ def test_a_backbone_states_its_own():
     assert stated.at(64, 72).resize == 72
 
 
-def test_what_is_left_out_is_imagenets():
+def test_defaults_are_imagenets():
     assert Preprocessing.from_dict({}) == Preprocessing((224, 224))
     assert Preprocessing.from_dict({"size": [64, 64]}).resize == 64
     assert Preprocessing.from_dict({"size": 64, "channels": 1}).mean == (0.449,)
@@ -65,7 +65,7 @@ def test_what_is_left_out_is_imagenets():
         {"gamma": 2},
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong):
+def test_invalid_preprocessing_is_refused(wrong):
     with pytest.raises(DataError):
         Preprocessing.from_dict(wrong)
 
@@ -74,7 +74,7 @@ def test_what_makes_no_sense_is_refused(wrong):
     "wrong",
     [{"crop": "corner"}, {"scale": (0.0, 1.0)}, {"scale": (0.9, 0.1)}, {"ratio": (2.0, 1.0)}, {"scale": (0.5, 2)}],
 )
-def test_augmentations_that_make_no_sense_are_refused(wrong):
+def test_invalid_augmentations_are_refused(wrong):
     with pytest.raises(DataError):
         Augmentation(**wrong)
 
@@ -103,7 +103,7 @@ def test_evaluation_is_torchvisions_resize_crop_and_normalize(wide_high, interpo
     assert found.dtype == torch.float32
     difference = (found - expected).abs()
     assert difference.mean() < 0.002
-    assert difference.max() < 2.5 / 255 / min(made.std)  # two of 256 levels, where PIL's rounding differs
+    assert difference.max() < 2.5 / 255 / min(made.std)  # two of 256 levels, from PIL's rounding
 
 
 def test_a_constant_image_becomes_a_constant():
@@ -128,8 +128,8 @@ def test_any_image_fills_any_frame(wide, high, height, width, margin):
     assert evaluation_tensor(np.full((high, wide), 9, np.uint8), made).shape == (3, height, width)
 
 
-def test_a_thread_of_an_image_costs_no_more_than_another():
-    """As wide as high after resizing: the 60000 x 1 image is never blown up to 72 x 4320000."""
+def test_a_very_thin_image_is_not_blown_up():
+    """The 60000 x 1 image is never resized to 72 x 4320000."""
     assert resize_to_frame(np.zeros((1, 60000), np.uint8), Preprocessing((64, 64), resize=72)).shape == (3, 72, 72)
 
 

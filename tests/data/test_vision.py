@@ -4,14 +4,14 @@ import torch
 from PIL import Image
 from torchvision import datasets
 
-from bitgraft.data.splits import CACHE, open_data
+from bitgraft.data.splits import open_data
 from bitgraft.errors import DataError
 
 COLOUR = np.random.default_rng(0).integers(0, 256, (20, 6, 6, 3), dtype=np.uint8)
 
 
 class Arrays:
-    """As CIFAR is: train=, data and targets, classes."""
+    """Like CIFAR: train=, data, targets and classes."""
 
     layout, classes = "NHWC", ["cat", "dog"]
 
@@ -29,20 +29,20 @@ class Arrays:
 
 
 class Transposed(Arrays):
-    """As SVHN is: channels first, and no names."""
+    """Like SVHN: channels first, without class names."""
 
     layout, classes = "NCHW", None
 
 
 class Odd(Arrays):
-    """What it gives is not what it holds."""
+    """Its items differ from its data."""
 
     def __getitem__(self, index):
         return Image.fromarray(255 - COLOUR[index]), self.targets[index]
 
 
 class Hidden:
-    """Nothing but items; split=, of which it has train and test."""
+    """Only items; split= is train or test."""
 
     names, made = ("train", "test"), []
 
@@ -61,7 +61,7 @@ class Hidden:
 
 
 class Whole(Hidden):
-    """As EuroSAT is: no split at all."""
+    """Like EuroSAT: without splits."""
 
     def __init__(self, root, download=False):
         pass
@@ -83,7 +83,7 @@ class Fussy(Whole):
 
 
 class Remote(Hidden):
-    """Downloads once, and refuses to do so again."""
+    """Refuses to download twice."""
 
     names, there = ("trainval", "val", "test"), False
 
@@ -148,20 +148,20 @@ def test_a_set_without_splits_is_split_by_the_seed(named):
 
 
 def test_downloads_happen_when_asked_and_once(named, tmp_path):
-    with pytest.raises(DataError, match=r"Dataset not found; download=True \(--download\) fetches it"):
+    with pytest.raises(DataError, match=r"Dataset not found; download=True \(--download\) downloads it"):
         open_data(named(Remote), root=tmp_path)
     splits = open_data(named(Remote), root=tmp_path, download=True)
     assert sizes(splits) == (20, 20, 20)
     assert sizes(open_data(named(Remote), root=tmp_path)) == (20, 20, 20)
 
 
-def test_real_classes_that_are_not_there_say_so(tmp_path):
+def test_real_data_sets_that_are_not_downloaded_are_refused(tmp_path):
     for name in ("CIFAR10", "Flowers102", "SVHN", "GTSRB", "FashionMNIST", "EuroSAT", "DTD", "OxfordIIITPet"):
         with pytest.raises(DataError, match=f"cannot open torchvision:{name}"):
             open_data(f"torchvision:{name}", root=tmp_path)
 
 
-def test_a_real_class_with_made_files(tmp_path):
+def test_a_real_data_set_with_fake_files(tmp_path):
     folder = tmp_path / "eurosat" / "2750"
     for name in ("Forest", "River"):
         (folder / name).mkdir(parents=True)
@@ -180,7 +180,7 @@ def test_characters_and_signs_are_not_mirrored(named):
 
 @pytest.mark.parametrize(
     ("make", "message"),
-    [(Attributes, "rather than a class"), (Empty, "is empty"), (Fussy, "needs more than a name.*year")],
+    [(Attributes, "not a class index"), (Empty, "is empty"), (Fussy, "needs more than a name.*year")],
 )
 def test_sets_of_another_kind_are_refused(named, make, message):
     with pytest.raises(DataError, match=message):
@@ -199,7 +199,3 @@ def test_a_set_without_training_images(named):
 
     with pytest.raises(DataError, match="no split train or trainval"):
         open_data(named(Only))
-
-
-def test_the_cache_is_in_the_home():
-    assert CACHE.parts[-3:] == (".cache", "bitgraft", "data")

@@ -1,4 +1,4 @@
-"""onnxruntime gives PyTorch's answers, from one graph per backbone, or says why it cannot."""
+"""onnxruntime sessions agree with PyTorch, or report why there is none."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ EXPORTER = "torch.export cannot follow"
 
 
 class Moody(nn.Module):
-    """Which way it goes depends on the values, so it has no graph."""
+    """Data-dependent control flow, which cannot be exported."""
 
     def forward(self, x):
         return x.mean((2, 3)) if x.sum() > 0 else x.amax((2, 3))
@@ -91,7 +91,7 @@ def test_families_of_networks(family, options, tmp_path):
 
 
 @pytest.mark.parametrize("problem", [None, OSError("no folder to write to")])
-def test_a_graph_that_cannot_be_laid_out_runs_all_the_same(problem, tmp_path, monkeypatch):
+def test_a_graph_without_a_common_layout_runs_as_exported(problem, tmp_path, monkeypatch):
     def arrange(model, shapes):
         if problem:
             raise problem
@@ -109,7 +109,7 @@ def test_a_graph_that_cannot_be_laid_out_runs_all_the_same(problem, tmp_path, mo
 @pytest.mark.parametrize("block", [4, 8, 16])
 @pytest.mark.parametrize("shape", [(16, 16, 1, 1), (24, 5, 3, 2), (7, 1, 3, 3)])
 def test_blocks_of_channels_are_what_their_description_says(block, shape):
-    """Element by element, the slow way."""
+    """Against a slow reference, element by element."""
     weight = torch.randn(shape)
     o, i, h, w = shape
     outputs, inputs = -(-o // block), -(-i // block)
@@ -139,7 +139,7 @@ def test_a_graph_says_which_tensor_is_missing(tmp_path):
         graph.weights(state)
 
 
-def test_why_a_network_has_no_graph_is_said_and_found_out_once(tmp_path, monkeypatch):
+def test_a_failed_export_is_reported_and_cached(tmp_path, monkeypatch):
     torch.manual_seed(0)
     net = taught(Network(nn.Sequential(nn.Conv2d(3, 4, 3), Moody(), nn.Linear(4, 2)).eval()), "t")
     with pytest.raises(ExportError, match=EXPORTER):
@@ -171,7 +171,7 @@ def test_a_session_has_weights_of_its_own(tmp_path):
     assert torch.equal(made(batch(2)), expected)
 
 
-def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tmp_path):
+def test_an_unwritable_cache_is_ignored(tmp_path):
     (tmp_path / "file").write_text("in the way")
     net = taught(Network(tiny()), "t")
     made = session(net, "t", tmp_path / "file" / "cache")
@@ -179,7 +179,7 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["onnx", "onnxscript", "onnxruntime"])
-def test_a_missing_package_is_named_and_not_held_against_the_network(missing, tmp_path, monkeypatch):
+def test_a_missing_package_is_named_and_not_cached(missing, tmp_path, monkeypatch):
     net = taught(Network(tiny()), "t")
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, missing, None)

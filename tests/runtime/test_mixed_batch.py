@@ -1,4 +1,4 @@
-"""A batch with a task for each image: the same scores as one task at a time, to the last bit."""
+"""A mixed batch gives the same scores as one task at a time, to the last bit."""
 
 import threading
 import weakref
@@ -26,7 +26,7 @@ FAMILIES = {
 
 
 def taught(backbone: nn.Module, x: torch.Tensor, methods=("full", "piggyback-bn", "finetune"), **options) -> Network:
-    """Tasks a, b and c with 3, 4 and 5 classes, of which one is kept at work."""
+    """Return a network with tasks a, b and c of 3, 4 and 5 classes, which keeps the weights of one."""
     net = Network(backbone, **{"active": 1, **options})
     for seed, (name, method) in enumerate(zip("abc", methods, strict=True)):
         net.add_task(name, classes=3 + seed, method=method, seed=seed)
@@ -39,7 +39,7 @@ def rows_of(name, names=NAMES):
 
 
 def assert_as_one_by_one(net, x, names=NAMES, **inputs):
-    """Each task's rows come out as that task gives them in a batch by themselves. The mixed answer."""
+    """Compare a mixed batch with one batch per task, and return its output."""
     with torch.no_grad():
         mixed = net(x, task=names, **inputs)
     for name in set(names):
@@ -63,7 +63,7 @@ def test_a_mixed_batch_gives_what_one_task_at_a_time_gives(family, active):
 
 
 class Ending(nn.Module):
-    """A classifier, and something behind it that sees all of its outputs."""
+    """A classifier followed by a function of all of its outputs."""
 
     def __init__(self, last) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Ending(nn.Module):
 
 @pytest.mark.parametrize("active", [1, 8])
 @pytest.mark.parametrize("last", [F.softmax, F.log_softmax])
-def test_what_follows_the_head_sees_its_own_classes_alone(last, active):
+def test_layers_after_the_head_see_only_the_tasks_classes(last, active):
     torch.manual_seed(0)
     net, x = taught(Ending(last).eval(), batch(8), head="fc", active=active), batch(8)
     for scores in assert_as_one_by_one(net, x):
@@ -109,7 +109,7 @@ def test_features_of_a_backbone_without_a_head(active):
     assert_as_one_by_one(net.eval(), x, ["c", "a", "b", "original"])
 
 
-def test_a_change_between_two_batches_shows():
+def test_changes_between_two_batches_are_followed():
     x = batch(8)
     net = taught(tiny(), x)
     before = assert_as_one_by_one(net, x)
@@ -145,7 +145,7 @@ def test_gradients_reach_every_task_of_a_batch():
 
 
 class Watched(nn.Module):
-    """Notes where its weights lie whenever it runs."""
+    """Records the address of its weights at each call."""
 
     seen: ClassVar[list[int]] = []
     last: ClassVar[weakref.ref[torch.Tensor]]
@@ -160,7 +160,7 @@ class Watched(nn.Module):
         return self.head(self.norm(self.inner(x)).flatten(1))
 
 
-def test_tasks_that_are_not_kept_take_turns_in_the_same_memory(tmp_path):
+def test_tasks_that_do_not_fit_take_turns_in_the_same_memory(tmp_path):
     torch.manual_seed(0)
     backbone, x = Watched().eval(), batch(8, 3, 16, 16)
     weight = backbone.inner.weight.detach().clone()
@@ -185,7 +185,7 @@ def test_tasks_that_are_not_kept_take_turns_in_the_same_memory(tmp_path):
 
 
 class Meeting(nn.Module):
-    """A forward pass that goes on when another has come as far."""
+    """Waits in forward until another thread is there, too."""
 
     both: ClassVar[threading.Barrier | None] = None
 
@@ -199,7 +199,7 @@ class Meeting(nn.Module):
         return self.head(self.norm(self.inner(x)).flatten(1))
 
 
-def test_tasks_that_are_not_kept_may_run_beside_each_other(monkeypatch):
+def test_tasks_that_do_not_fit_run_concurrently(monkeypatch):
     torch.manual_seed(0)
     x = batch(4, 3, 8, 8)
     net = taught(Meeting().eval(), x, ("full", "simple", "piggyback"), example=x, memory=0)
@@ -216,7 +216,7 @@ def test_tasks_that_are_not_kept_may_run_beside_each_other(monkeypatch):
             assert all(torch.equal(given[name], wanted[name]) for name in "ab")
 
 
-def test_a_budget_of_memory_counts_as_a_number_of_tasks_does():
+def test_the_memory_limit_applies_to_mixed_batches():
     x = batch(8)
     net = taught(tiny(), x, ("full", "simple", "piggyback"), active=8, memory=1)
     assert_as_one_by_one(net, x)
@@ -235,7 +235,7 @@ def test_a_compiled_network_takes_mixed_batches():
         torch.testing.assert_close(mine, theirs)
 
 
-# inputs by name, as transformers takes them
+# keyword inputs, as in transformers
 
 
 def bert() -> nn.Module:
@@ -277,9 +277,9 @@ def test_named_inputs_are_split_by_task(active):
         alone = run(net, **{key: value[rows] for key, value in inputs.items()}, task=name)
         assert torch.equal(torch.stack([mixed[row] for row in rows]), alone)
     assert_as_one_by_one(net, inputs["input_ids"], attention_mask=inputs["attention_mask"])
-    with pytest.raises(TaskError, match="8 images came with 2 task names"):
+    with pytest.raises(TaskError, match="got 8 images and 2 task names"):
         net(**inputs, task=["a", "b"])
-    with pytest.raises(TaskError, match="needs a tensor with one row for each task name"):
+    with pytest.raises(TaskError, match="needs a tensor with one row per name"):
         net(return_dict=True, task=["a", "b"])
 
 

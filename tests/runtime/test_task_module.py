@@ -1,4 +1,4 @@
-"""A task as an ordinary module: nothing of bitgraft in it, and it opens where bitgraft is not installed."""
+"""An exported task is an ordinary module that can be loaded without bitgraft."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ except ImportError:
 
 
 def sequential():
-    """Of torch's own classes alone, so that it opens anywhere."""
+    """Return a network of torch's own classes, which can be unpickled anywhere."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 4, 3, bias=False),
@@ -50,7 +50,7 @@ def sequential():
 
 
 def everything_inside(module):
-    """Every module, hook and function that a pickle would take along."""
+    """Yield everything that a pickle of the module would contain."""
     for part in module.modules():
         yield part
         for name, value in vars(part).items():
@@ -114,7 +114,7 @@ def test_exported_modules_open_where_bitgraft_is_not_installed(tmp_path):
     assert done.stdout.strip() == f"opened {len(saved)}", done.stderr
 
 
-def test_an_exported_module_goes_its_own_way():
+def test_training_an_exported_module_leaves_the_task_alone():
     net, x = Network(tiny()), batch()
     net.add_task("t", classes=3, method="adapters-series")
     answer = run(net, x, task="t")
@@ -156,7 +156,7 @@ def test_a_series_adapter_adds_to_an_output_that_keeps_its_precision(dtype):
     net = Network(nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)).to(dtype))
     task, x = net.add_task("t", method="adapters-series", head="keep").eval(), batch().to(dtype)
     net.eval()
-    assert torch.equal(run(net, x, task="t"), run(net, x))  # it starts at A = 0, and nothing is rounded on the way
+    assert torch.equal(run(net, x, task="t"), run(net, x))  # A is 0 at the start, and nothing is rounded
     tail = task.transforms["0.weight"].tail
     nn.init.normal_(tail.a.weight)
     nn.init.normal_(tail.norm.running_mean)
@@ -168,8 +168,8 @@ def test_a_series_adapter_adds_to_an_output_that_keeps_its_precision(dtype):
     assert torch.equal(run(net.export("t"), x), expected)
 
 
-def test_what_is_exported_of_a_loaded_task_has_memory_of_its_own(tmp_path):
-    """A loaded task's tensors lie in one stretch of memory; one tensor saved would take all of it along."""
+def test_exported_tensors_of_a_loaded_task_do_not_share_storage(tmp_path):
+    """A loaded task's tensors share one storage, all of which would be saved with any of them."""
     net = Network(tiny())
     net.add_task("t", classes=3)
     net.save_task("t", tmp_path / "t")

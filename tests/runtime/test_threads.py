@@ -1,4 +1,4 @@
-"""Threads that share one network get what a single thread gets."""
+"""Threads that share a network get the same results as a single thread."""
 
 import sys
 import threading
@@ -14,7 +14,7 @@ from bitgraft import Network
 
 @pytest.fixture(autouse=True)
 def restless():
-    """Let threads take turns far more often than usual."""
+    """Switch threads far more often than usual."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -22,7 +22,7 @@ def restless():
 
 
 def together(count, work):
-    """Run `work(i)` in so many threads that begin at once; whatever one raises is raised here."""
+    """Run `work(i)` in `count` threads that start at the same time, and return the results."""
     barrier = threading.Barrier(count)
 
     def begin(i):
@@ -49,7 +49,7 @@ def test_threads_that_run_different_tasks_get_their_own_answers(count, active):
         return sum(not torch.equal(run(net, inputs[i], task=f"t{i}"), answers[i]) for _ in range(60))
 
     assert together(count, work) == [0] * count
-    assert len(net._modules_at_work) <= active
+    assert len(net.resident) <= active
 
 
 @pytest.mark.parametrize("active", [1, 8])

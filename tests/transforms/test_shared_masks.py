@@ -438,9 +438,9 @@ def test_starting_and_borrowing_together():
         ("a", {"per": "channel"}, TaskError, "one k per layer there and per channel here"),
         ("a", {"k1": 0.0}, TaskError, "k1 = .* where it is to stay 0 here"),
         ("a", {"method": "simple"}, TaskError, "'simple' takes no masks"),
-        ("lora", {}, TaskError, "cannot begin as 'lora': its 'stem.weight' is no mask"),
-        ("mixing", {}, TaskError, "cannot begin as 'mixing': its 'stem.weight' is no mask that stands by itself"),
-        ("outright", {}, TaskError, "cannot begin as 'outright': its 'stem.weight' is no mask"),
+        ("lora", {}, TaskError, "cannot start from 'lora', whose 'stem.weight' has no mask"),
+        ("mixing", {}, TaskError, "cannot start from 'mixing', whose 'stem.weight' has no mask of its own"),
+        ("outright", {}, TaskError, "cannot start from 'outright', whose 'stem.weight' has no mask"),
     ],
 )
 def test_what_a_task_cannot_start_from(start, options, error, said):

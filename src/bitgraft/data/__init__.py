@@ -1,4 +1,4 @@
-"""Labelled images: finding them, splitting them into train, val and test, and turning them into tensors.
+"""Labelled images: find them, split them into train, val and test, and turn them into tensors.
 
 May import: runtime, format, methods, task, backbone, transforms, errors (today errors alone).
 """

@@ -1,4 +1,4 @@
-"""The images of one split as tensors, for torch's DataLoader."""
+"""The images of one split as tensors, for a DataLoader."""
 
 import copy
 import os
@@ -27,14 +27,14 @@ from bitgraft.data.seeded import seeded_uniform
 
 CACHE_BYTES = 1 << 30
 _NUMBERS = {"none": 1, "random": 3, "random-resized": 1 + 10 * 4}
-"""Random numbers per item: one to flip, two for where to crop, four for each try at a random-resized crop."""
+"""Random numbers per item: one for the flip, two for the crop's position, four per attempt at a random-resized crop."""
 
 
 class ImageDataset(Dataset[tuple[Tensor, int]]):
-    """Images through a preprocessing and, in training, an augmentation.
+    """Preprocessed and, for training, augmented images.
 
-    An item depends on (seed, epoch, index) alone. Images that are resized to one frame before anything random happens
-    are decoded once and kept, for all workers and epochs, up to `cache_bytes`.
+    An item depends only on (seed, epoch, index). Unless crops are random-resized, images are decoded once, and a cache
+    of up to `cache_bytes` serves all workers and epochs.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
     ) -> None:
         self.images, self.preprocessing, self.seed = images, preprocessing, seed
         self.augmentation = augmentation or Augmentation(flip=False, crop="none")
-        self._epoch = _shared(torch.zeros((), dtype=torch.int64))  # so that persistent workers see it change
+        self._epoch = _shared(torch.zeros((), dtype=torch.int64))  # visible to persistent workers
         shape = (preprocessing.channels, *preprocessing.frame)
-        room = 0 if self.augmentation.crop == "random-resized" else cache_room(cache_bytes)  # memory is taken at once
-        rows = min(len(images), room // prod(shape))
+        budget = 0 if self.augmentation.crop == "random-resized" else cache_room(cache_bytes)
+        rows = min(len(images), budget // prod(shape))
         self._cache = _shared(torch.empty((rows, *shape), dtype=torch.uint8))
         self._cached = _shared(torch.zeros(rows, dtype=torch.bool))
 
@@ -60,11 +60,11 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         return self.images.labels
 
     def set_epoch(self, epoch: int) -> None:
-        """Call before each pass over a loader; its workers see it too."""
+        """Set the epoch, which seeds the augmentation. Call it before each pass over a loader."""
         self._epoch.fill_(epoch)
 
     def without_augmentation(self) -> "ImageDataset":
-        """The same images as they are evaluated, from the same cache."""
+        """Return the same images preprocessed as for evaluation, with the same cache."""
         if self.augmentation.crop == "random-resized":
             return ImageDataset(self.images, self.preprocessing)
         plain = copy.copy(self)
@@ -78,9 +78,9 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
-        """A batch at once, which torch's loader asks for: random numbers and normalization take one pass."""
+        """Return a batch, as DataLoader does: random numbers and normalization are vectorised."""
         if any(not -len(self) <= index < len(self) for index in indices):
-            raise IndexError(f"items {list(indices)} of a data set of {len(self)} images")
+            raise IndexError(f"an index of {list(indices)} is out of range for {len(self)} images")
         indices = [int(index) % len(self) for index in indices]
         uniform = seeded_uniform(self.seed, int(self._epoch), indices, _NUMBERS[self.augmentation.crop]).tolist()
         pixels = np.stack([self._augmented(*pair) for pair in zip(indices, uniform, strict=True)])  # (B, C, H, W)
@@ -88,7 +88,7 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         return [(tensor, self.labels[index]) for tensor, index in zip(tensors, indices, strict=True)]
 
     def _augmented(self, index: int, uniform: list[float]) -> Pixels:
-        """An image as the network sees it in this epoch, not yet normalized."""
+        """Return an image as the network sees it in this epoch, before normalization."""
         flip, *crop = uniform
         height, width = self.preprocessing.size
         if self.augmentation.crop == "random-resized":
@@ -104,10 +104,9 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         return pixels[:, :, ::-1] if self.augmentation.flip and flip < 0.5 else pixels
 
     def _frame(self, index: int) -> Pixels:
-        """The resized image, which is the same in every epoch, from the cache if it is there.
+        """Return the resized image, from the cache if possible.
 
-        Workers write to the cache without a lock: pixels come before the flag, and two that write the same image write
-        the same bytes.
+        Workers write to the cache without a lock. They write the pixels before the flag, and always the same bytes.
         """
         if index < len(self._cached) and self._cached[index]:
             return self._cache[index].numpy()
@@ -122,10 +121,10 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
 
 
 def cache_room(budget: int, folder: str = "/dev/shm") -> int:
-    """The budget, or less where shared memory is small (64 MB in a container): writing beyond it kills the process."""
+    """Limit the cache to the free shared memory (64 MB in a container), since exceeding it kills the process."""
     return min(budget, shutil.disk_usage(folder).free * 8 // 10) if os.path.isdir(folder) else budget
 
 
 def _shared(tensor: Tensor) -> Tensor:
-    """The tensor in memory that forked and spawned workers can write to."""
+    """Move a tensor to memory that workers can write to."""
     return tensor.share_memory_()  # type: ignore[no-untyped-call,no-any-return]

@@ -10,28 +10,28 @@ from bitgraft.data.images import UNLABELLED, Images, Splits, distinct, few
 from bitgraft.errors import DataError
 
 UNFLIPPED = frozenset({"dtd", "gtsrb", "omniglot", "svhn"})
-"""The domains whose training images the paper does not mirror."""
+"""The domains that the paper does not flip in training."""
 
 
 def domains(root: Path) -> tuple[str, ...]:
-    """The domains that have training annotations here."""
+    """Return the domains that have training annotations."""
     suffix = "_train.json"
     return tuple(sorted(path.name.removesuffix(suffix) for path in (root / "annotations").glob(f"*{suffix}")))
 
 
 def open_devkit(root: Path, domain: str, *, train_on_val: bool = False) -> Splits:
-    """A domain; `train_on_val` joins train and val, for the final submission. Secret test labels are -1."""
+    """Open a domain. `train_on_val` adds val to train, for the final submission. Secret test labels are -1."""
     files = {part: root / "annotations" / f"{domain}_{part}.json" for part in ("train", "val", "test", "test_stripped")}
     parts = ["train", "val", *[part for part in ("test", "test_stripped") if files[part].is_file()][:1]]
     for part in parts:
         if not files[part].is_file():
-            here = ", ".join(domains(root)) or "none"
-            raise DataError(f"the annotation file {files[part]} is missing; domains with annotations in {root}: {here}")
+            known = ", ".join(domains(root)) or "none"
+            raise DataError(f"the annotation file {files[part]} is missing; {root} has annotations of {known}")
     read = {part: read_annotations(files[part], root) for part in parts}
     categories = read["train"][0]
     for part, (listed, _) in read.items():
         if listed != categories:
-            raise DataError(f"{root}: the {part} annotations of {domain} list other categories than the train ones")
+            raise DataError(f"{root}: the {part} and train annotations of {domain} list different categories")
     train, val, *test = (images for _, images in read.values())
     return Splits(
         name=domain,
@@ -45,9 +45,9 @@ def open_devkit(root: Path, domain: str, *, train_on_val: bool = False) -> Split
 
 
 def read_annotations(file: Path, root: Path) -> tuple[list[tuple[int, str]], Images]:
-    """A COCO file whose image paths start at `root`: ids and names of the categories, sorted, and the images.
+    """Read a COCO file whose image paths are relative to `root`.
 
-    A category's place in the list is its label.
+    Returns the sorted ids and names of the categories, and the images. A label is an index into the categories.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -63,24 +63,24 @@ def read_annotations(file: Path, root: Path) -> tuple[list[tuple[int, str]], Ima
 
 
 def _check(file: Path, paths: dict[int, Path], given: dict[int, int], labels: dict[int, int]) -> None:
-    """Every image is on disk and, unless none has one, has a known category."""
+    """Raise unless every image exists and, if any image is annotated, has a known category."""
     if given and (unlabelled := [image for image in paths if image not in given]):
         raise DataError(f"{file}: {len(unlabelled)} of {len(paths)} images have no annotation, first {unlabelled[:3]}")
     if unknown := sorted({given[image] for image in paths if image in given} - set(labels)):
         raise DataError(f"{file}: {len(unknown)} category ids are not among the categories, first {unknown[:3]}")
-    folders = {path.parent for path in paths.values()}  # listed once, which is faster than a look at each file
+    folders = {path.parent for path in paths.values()}  # listing them is faster than checking each file
     present = {folder: set(os.listdir(folder)) if folder.is_dir() else set() for folder in folders}
     if missing := [path for path in paths.values() if path.name not in present[path.parent]]:
         raise DataError(f"{len(missing)} of the {len(paths)} images listed in {file} are missing: {few(missing, 3)}")
 
 
 def submission(answers: Sequence[tuple[Splits, Sequence[int]]]) -> list[dict[str, Any]]:
-    """The challenge's format, one flat list over all domains: for each the splits, and a class for each test image."""
+    """Return a submission in the challenge's format, given each domain's splits and predicted test labels."""
     rows = []
     for splits, predicted in answers:
         test, numbers = splits.test, splits.category_ids
         if test is None or test.ids is None or numbers is None or len(predicted) != len(test):
-            raise DataError(f"{splits.name}: a submission needs a devkit's test images, and a class for each of them")
+            raise DataError(f"{splits.name}: a submission needs the devkit's test images and one class per image")
         rows += [
             {"image_id": image, "category_id": numbers[label]} for image, label in zip(test.ids, predicted, strict=True)
         ]

@@ -7,19 +7,19 @@ from pathlib import Path
 from bitgraft.data.images import Images, Splits, few
 from bitgraft.errors import DataError
 
-_KNOWN = "jpg jpeg jpe jfif png bmp gif webp tif tiff ppm pgm pbm pnm jp2 avif"
-SUFFIXES = frozenset(f".{ending}" for ending in _KNOWN.split())
+_EXTENSIONS = "jpg jpeg jpe jfif png bmp gif webp tif tiff ppm pgm pbm pnm jp2 avif"
+SUFFIXES = frozenset(f".{extension}" for extension in _EXTENSIONS.split())
 VALIDATION = ("val", "valid", "validation")
 
 
 def open_folder(root: Path) -> Splits:
-    """The splits that the folder has; all images are for training where it has none."""
+    """Open the splits in a folder. Without split folders, all images are for training."""
     parts = {name.lower(): root / name for name in _subfolders(root)}
     if parts and parts.keys() <= {*VALIDATION, "test"}:
         found = " and ".join(f"{name}/" for name in parts)
         raise DataError(
-            f"{root} has {found} but no train/: put the images to train on into {root / 'train'}, one subfolder per "
-            f"class, or name {next(iter(parts.values()))} itself as the data set"
+            f"{root} has {found} but no train/: put the training images into {root / 'train'}, one subfolder per "
+            f"class, or pass {next(iter(parts.values()))} as the data set"
         )
     classes, train = read_folder(parts.get("train", root))
     if "train" not in parts:
@@ -30,33 +30,33 @@ def open_folder(root: Path) -> Splits:
 
 
 def read_folder(folder: Path) -> tuple[tuple[str, ...], Images]:
-    """Classes and images, both sorted by name. Every class must have images."""
+    """Return classes and images, both sorted by name. Every class must have images."""
     classes = _subfolders(folder)
     if not classes:
         if any(path.suffix.lower() in SUFFIXES for path in folder.iterdir()):
-            raise DataError(f"images lie directly in {folder}: put those of each class into a subfolder named after it")
-        raise DataError(f"{folder} has no class folders: make one subfolder per class, with its images inside")
+            raise DataError(f"there are images directly in {folder}: move them into one subfolder per class")
+        raise DataError(f"{folder} has no class folders: create one subfolder per class with its images")
     images = read_known(folder, classes)
     present = set(images.labels)
     if empty := [name for label, name in enumerate(classes) if label not in present]:
         raise DataError(
             f"{len(empty)} of {len(classes)} class folders in {folder} hold no image: {few(empty)}. "
-            "Put images there or remove the folder"
+            "Add images or remove the folder"
         )
     return classes, images
 
 
 def read_known(folder: Path, classes: Sequence[str]) -> Images:
-    """The images of a folder that has all or some of these classes, and no others."""
+    """Return the images of a folder that has some of these classes, and no others."""
     labels = {name: label for label, name in enumerate(classes)}
     found = [(path, name) for name in _subfolders(folder) for path in _images(folder / name)]
     if unknown := list(dict.fromkeys(name for _, name in found if name not in labels)):
         raise DataError(
-            f"{folder} has {len(unknown)} class folders that the training images do not have: {few(unknown)}; "
+            f"{folder} has {len(unknown)} class folders that are not training classes: {few(unknown)}; "
             f"the classes are {few(classes)}"
         )
     if not found:
-        raise DataError(f"there is no image in {folder}; known endings are {_KNOWN}")
+        raise DataError(f"there is no image in {folder}; supported extensions are {_EXTENSIONS}")
     return Images(tuple(path for path, _ in found), tuple(labels[name] for _, name in found))
 
 
@@ -68,7 +68,7 @@ def _subfolders(folder: Path) -> tuple[str, ...]:
 
 
 def _images(folder: Path, above: tuple[str, ...] = ()) -> Iterator[Path]:
-    """Images in the folder and below it. Links are followed, except back to a folder above."""
+    """Yield the images in a folder and its subfolders. Symbolic links are followed unless they form a cycle."""
     real = os.path.realpath(folder)
     for entry in _entries(folder) if real not in above else ():
         if entry.is_dir():
@@ -78,7 +78,7 @@ def _images(folder: Path, above: tuple[str, ...] = ()) -> Iterator[Path]:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder, sorted, without hidden files."""
+    """Return the sorted entries of a folder, without hidden files."""
     with os.scandir(folder) as entries:
         shown = [entry for entry in entries if not entry.name.startswith(".") and entry.name != "__MACOSX"]
     return sorted(shown, key=lambda entry: entry.name)

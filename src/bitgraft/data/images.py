@@ -1,4 +1,4 @@
-"""A data set before any image is opened: files or arrays, labels, classes, splits."""
+"""A data set before any image is decoded: files or arrays, labels, classes and splits."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -15,26 +15,26 @@ from bitgraft.data.seeded import check_shares, stratified_split
 from bitgraft.errors import DataError
 
 UNLABELLED = -1
-FEW = 5  # images of a class, below which people are warned
+FEW = 5  # warn if a class has fewer training images
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """A list of labelled images, none of them decoded yet."""
+    """Labelled images that are decoded on access."""
 
     source: Any
-    """Paths, one numpy or torch array, or anything with a length and items that are paths, PIL images or arrays."""
+    """Paths, a numpy or torch array, or a sequence of paths, PIL images or arrays."""
     labels: tuple[int, ...]
-    """A class by number for each image, -1 where it is unknown."""
+    """The class index of each image, -1 if unknown."""
     ids: tuple[int, ...] | None = None
-    """The devkit's ids of the images, for a submission."""
+    """The devkit's image ids, for a submission."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", _as_source(self.source))
         object.__setattr__(self, "labels", tuple(map(int, self.labels)))
         for name, values in (("labels", self.labels), ("ids", self.ids)):
             if values is not None and len(values) != len(self.source):
-                raise DataError(f"{len(self.source)} images have {len(values)} {name}: there must be one for each")
+                raise DataError(f"{len(self.source)} images have {len(values)} {name}: pass one per image")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -53,20 +53,20 @@ class Images:
         )
 
     def without(self, bad: Collection[tuple[Path, str]]) -> "Images":
-        """All but these files, given as `find_bad` gives them."""
+        """Return the images without those that `find_bad` found."""
         paths = {path for path, _ in bad}
         return self.pick([i for i, path in enumerate(self.files) if path not in paths]) if self.files else self
 
     def __add__(self, other: "Images") -> "Images":
         if self.files is None or other.files is None:
-            raise DataError("only lists of image files can be joined")
+            raise DataError("only image files can be joined, not arrays")
         ids = None if self.ids is None or other.ids is None else self.ids + other.ids
         return Images(self.files + other.files, self.labels + other.labels, ids)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Splits:
-    """A data set: its classes, and the images to train, validate and test on."""
+    """A data set: its classes, and its training, validation and test images."""
 
     name: str
     classes: tuple[str, ...]
@@ -74,25 +74,25 @@ class Splits:
     val: Images | None = None
     test: Images | None = None
     flip: bool = True
-    """Whether a mirrored image still shows its class; not so for digits, letters and signs."""
+    """Whether a flipped image keeps its class. Digits, letters and signs do not."""
     category_ids: tuple[int, ...] | None = None
     """The devkit's id of each class, for a submission."""
 
     def __post_init__(self) -> None:
         if not len(self.train):
-            raise DataError(f"{self.name}: there is no image to train on")
+            raise DataError(f"{self.name}: there is no training image")
         for part, images in (("train", self.train), ("val", self.val), ("test", self.test)):
             lowest, count = UNLABELLED if part == "test" else 0, len(self.classes)
             labels = images.labels if images else ()
             if outside := [i for i, label in enumerate(labels) if not lowest <= label < count]:
                 which = images.files[outside[0]] if images and images.files else f"image {outside[0]}"
                 raise DataError(
-                    f"{self.name}, {part}: {len(outside)} of {len(labels)} labels lie outside the {count} classes, "
-                    f"the first is {labels[outside[0]]} of {which}; labels go from 0 to {count - 1}"
+                    f"{self.name}, {part}: {len(outside)} of {len(labels)} labels are not between 0 and {count - 1}, "
+                    f"the first is {labels[outside[0]]} of {which}"
                 )
 
     def hold_out(self, val_share: float, test_share: float, seed: int) -> "Splits":
-        """With val and test taken from the training images by the seed, where they are missing."""
+        """Take missing val and test splits from the training images, at random by the seed."""
         check_shares(val_share, test_share)
         train, val, test = stratified_split(
             self.train.labels, 0.0 if self.val else val_share, 0.0 if self.test else test_share, seed
@@ -106,37 +106,37 @@ class Splits:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What will train, but not as well as it might."""
-        found = []
+        """Problems that make training worse, but not impossible."""
+        found, total = [], len(self.classes)
         for images, part, meaning in (
             (self.train, "training", "it cannot be learned"),
             (self.val, "validation", "validation says nothing about it"),
         ):
-            present = set(images.labels if images else range(len(self.classes)))
+            present = set(images.labels if images else range(total))
             if missing := [name for label, name in enumerate(self.classes) if label not in present]:
-                count = f"{len(missing)} of {len(self.classes)} classes"
-                found.append(f"{count} have no {part} image, so {meaning}: {few(missing)}")
+                found.append(f"{len(missing)} of {total} classes have no {part} image, so {meaning}: {few(missing)}")
         counts = Counter(self.train.labels)
         if small := [name for label, name in enumerate(self.classes) if 0 < counts[label] < FEW]:
-            count = f"{len(small)} of {len(self.classes)} classes"
-            found.append(f"{count} have fewer than {FEW} training images, too few to learn them well: {few(small)}")
-        if self.val and len(self.val) < 2 * len(self.classes):
             found.append(
-                f"there {'is' if len(self.val) == 1 else 'are'} only {len(self.val)} validation "
-                f"image{'s' * (len(self.val) != 1)} for {len(self.classes)} classes, so the accuracy on "
-                "them says little, and which epoch is kept is a matter of chance"
+                f"{len(small)} of {total} classes have fewer than {FEW} training images, too few to learn them well: "
+                f"{few(small)}"
+            )
+        if self.val and len(self.val) < 2 * total:
+            found.append(
+                f"a validation set of {len(self.val)} for {total} classes is small: its accuracy is noisy, and so is "
+                "the choice of the best epoch"
             )
         return tuple(found)
 
 
 def distinct(names: Sequence[str]) -> tuple[str, ...]:
-    """Class names, with their number added to those that occur more than once."""
-    twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
-    return tuple(f"{name} ({label})" if name in twice else name for label, name in enumerate(names))
+    """Make class names unique by adding the label to repeated ones."""
+    counts = Counter(names)
+    return tuple(f"{name} ({label})" if counts[name] > 1 else name for label, name in enumerate(names))
 
 
 def few(names: Sequence[Any], count: int = 5) -> str:
-    """The first of them, for a message."""
+    """Join the first few names for a message."""
     return ", ".join(map(str, names[:count])) + (", ..." if len(names) > count else "")
 
 
@@ -146,5 +146,5 @@ def _as_source(source: Any) -> Any:
     if isinstance(source, Sequence) and all(isinstance(item, str | Path) for item in source):
         return tuple(map(Path, source))
     if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
-        raise DataError(f"images are paths, an array, or something with a length and items, not a {type(source)}")
+        raise DataError(f"images must be paths, an array, or have a length and items, unlike a {type(source)}")
     return source

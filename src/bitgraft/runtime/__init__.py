@@ -1,4 +1,4 @@
-"""A task at work: a private module tree that holds its tensors, and a cache of those.
+"""Running tasks: the module of a task, a cache of modules, heads, onnxruntime, and identifying an image's task.
 
 May import: format, methods, task, backbone, transforms, errors.
 """

@@ -1,6 +1,6 @@
-"""What comes out of a task: classes, the backbone's own output, a module of the user's, or features.
+"""Heads of tasks: a classifier, the backbone's own output, a user's module, or none (features).
 
-`plan_head` decides it when a task is added; `place_head` puts it into the module that runs the task.
+`plan_head` chooses the head when a task is added, `place_head` puts it into the module that runs the task.
 """
 
 import math
@@ -19,7 +19,7 @@ from bitgraft.methods.registry import uniform
 from bitgraft.task import Task
 
 Plan = tuple[HeadKind, tuple[str, ...] | None, dict[str, Tensor], nn.Module | None]
-"""The kind of head, the names of the classes, tensors for the backbone's last layer, a module to take its place."""
+"""The kind of head, the class names, tensors for the backbone's last layer, and a module to replace it."""
 
 
 def plan_head(
@@ -36,25 +36,25 @@ def plan_head(
         return "keep", names, {}, None
     if head is None:
         if names is not None:
-            raise TaskError("a task that gives features (head=None) has no classes: leave one of the two out")
+            raise TaskError("a task that returns features (head=None) has no classes: pass only one of the two")
         if not anatomy.head_known:
             raise unknown_head(anatomy.backbone)
         return "none", None, {}, None
     if head != "auto":
-        raise TaskError(f"head={head!r}: give a module, 'keep' for the backbone's own output, or None for features")
+        raise TaskError(f"head={head!r}: pass a module, 'keep' for the backbone's own output, or None for features")
     if names is None:
-        raise TaskError("say what the task gives: classes=..., head='keep', a head module, or head=None for features")
+        raise TaskError("the task has no output: pass classes=..., head='keep', a head module, or head=None (features)")
     return _classifier(anatomy, names, rng)
 
 
 def _check_place(anatomy: Anatomy, head: nn.Module | None) -> None:
-    """There is a layer for a head to replace, a head for each if there are several, or a tensor of features to take."""
+    """Raise if a head can neither replace the backbone's last layers nor take its features."""
     if not anatomy.head_known:
         raise unknown_head(anatomy.backbone)
     if not anatomy.heads and anatomy.wrapped is not None:
         raise BackboneError(
-            f"the backbone gives a {anatomy.wrapped}, which no head takes: "
-            "wrap it in a module that gives the tensor of features"
+            f"the backbone returns a {anatomy.wrapped}, which a head cannot take: "
+            "wrap it in a module that returns the tensor of features"
         )
     count = len(anatomy.heads)
     if head is not None and count > 1 and not (isinstance(head, nn.ModuleList) and len(head) == count):
@@ -67,41 +67,37 @@ def class_names(classes: int | Sequence[str] | None) -> tuple[str, ...] | None:
     if classes is None:
         return None
     if isinstance(classes, bool) or not isinstance(classes, int | Sequence) or isinstance(classes, str):
-        raise ClassesError(f"classes={classes!r}: give their number or a list of their names")
+        raise ClassesError(f"classes={classes!r}: pass their number or a list of their names")
     names = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(map(str, classes))
     if not names:
         raise ClassesError("a task needs at least one class")
     if len(set(names)) != len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ClassesError(f"class names must differ, but {', '.join(map(repr, twice[:3]))} come more than once")
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        raise ClassesError(f"class names must be unique; repeated: {', '.join(map(repr, repeated[:3]))}")
     return names
 
 
 def stated_preprocessing(backbone: nn.Module) -> dict[str, Any]:
-    """How the backbone says that its images are made: timm's configuration, or at least its input size."""
-    stated = getattr(backbone, "pretrained_cfg", None) or {}
-    size = input_size(backbone)
-    found = {"size": list(size[1:]) if size is not None else None}
-    for key in ("mean", "std", "interpolation", "crop_pct"):
-        value = stated.get(key)
-        found[key] = list(value) if isinstance(value, tuple | list) else value
-    return {key: value for key, value in found.items() if value is not None}
+    """Return the preprocessing that the backbone states: timm's configuration, or at least its input size."""
+    config, size = getattr(backbone, "pretrained_cfg", None) or {}, input_size(backbone)
+    stated = {"size": size[1:] if size is not None else None}
+    stated |= {key: config.get(key) for key in ("mean", "std", "interpolation", "crop_pct")}
+    return {k: list(v) if isinstance(v, tuple | list) else v for k, v in stated.items() if v is not None}
 
 
 def _classifier(anatomy: Anatomy, names: tuple[str, ...], rng: torch.Generator) -> Plan:
-    """Other tensors for the backbone's last layer, or a layer behind the features or in the place of a tied one."""
+    """Plan new tensors for the backbone's last layer, or a linear layer on its features or in place of a tied head."""
     _check_place(anatomy, None)
     layers = [anatomy.backbone.get_submodule(head) for head in anatomy.heads]
     if anatomy.head_tied and not (len(layers) == 1 and isinstance(layers[0], nn.Linear)):
         raise BackboneError(
-            f"the head {anatomy.head!r} shares weights with other layers, and is not linear: pass a head module"
+            f"the head {anatomy.head!r} shares weights with other layers and is not linear: pass a head module"
         )
     if not layers or anatomy.head_tied:
         if anatomy.features is None:
-            raise BackboneError("the backbone's output has no dimension of features: pass a head module")
-        device = anatomy.device
+            raise BackboneError("the backbone's output has no feature dimension: pass a head module")
         linear = nn.Linear(anatomy.features, len(names), device="meta")
-        linear.load_state_dict(_fresh(linear, len(names), rng, device), assign=True)
+        linear.load_state_dict(_fresh(linear, len(names), rng, anatomy.device), assign=True)
         return "linear", names, {}, linear
     tensors: dict[str, Tensor] = {}
     for head, layer in zip(anatomy.heads, layers, strict=True):
@@ -110,25 +106,25 @@ def _classifier(anatomy: Anatomy, names: tuple[str, ...], rng: torch.Generator) 
 
 
 def _fresh(layer: nn.Module, outputs: int, rng: torch.Generator, device: torch.device | None) -> dict[str, Tensor]:
-    """Tensors for a linear layer or 1x1 convolution with so many outputs, drawn as torch draws them."""
+    """Return tensors for a linear layer or 1x1 convolution with this many outputs, initialised as torch does."""
     weight = getattr(layer, "weight", None)
     if not isinstance(weight, Tensor) or set(layer._parameters) - {"weight", "bias"} or len(list(layer.children())):
         raise BackboneError(
-            f"the head is a {type(layer).__name__}, which has one number of outputs: pass a head module"
+            f"the head is a {type(layer).__name__}, whose number of outputs cannot be changed: pass a head module"
         )
     like = torch.empty(0, device=device or weight.device)
     bound = 1 / math.sqrt(weight[0].numel())
     shapes = {"weight": (outputs, *weight.shape[1:]), "bias": (outputs,)}
-    held = [name for name in shapes if layer._parameters.get(name) is not None]
-    return {name: nn.Parameter(uniform(shapes[name], -bound, bound, rng, like)) for name in held}
+    names = [name for name in shapes if layer._parameters.get(name) is not None]
+    return {name: nn.Parameter(uniform(shapes[name], -bound, bound, rng, like)) for name in names}
 
 
 def place_head(module: nn.Module, task: Task) -> "Headed | None":
-    """Give a copy of the backbone the task's head; returned if it goes behind the module rather than into it."""
+    """Put the task's head into a copy of the backbone. If the head runs on the module's output instead, return it."""
     kind, heads = task.metadata.head, task.anatomy.heads
     if kind != "keep":
         layers = [module.get_submodule(name) for name in heads] if kind == "classes" else []
-        _state_outputs(module, layers, 0 if kind == "none" else len(task.classes or ()) or None)
+        _set_num_classes(module, layers, 0 if kind == "none" else len(task.classes or ()) or None)
     if kind == "none":
         for name in heads:
             module.set_submodule(name, nn.Identity())
@@ -141,17 +137,17 @@ def place_head(module: nn.Module, task: Task) -> "Headed | None":
     return None
 
 
-def _state_outputs(module: nn.Module, heads: list[nn.Module], count: int | None) -> None:
-    """Keep what modules say about their outputs true, for whoever reads it (timm, transformers, exporters)."""
-    stated: list[tuple[Any, str]] = [(head, name) for head in heads for name in ("out_features", "out_channels")]
-    stated += [(module, "num_classes"), (module, "num_labels"), (getattr(module, "config", None), "num_labels")]
-    for owner, attribute in stated:
+def _set_num_classes(module: nn.Module, heads: list[nn.Module], count: int | None) -> None:
+    """Update the attributes that state the number of outputs, which timm, transformers and exporters read."""
+    attributes: list[tuple[Any, str]] = [(head, name) for head in heads for name in ("out_features", "out_channels")]
+    attributes += [(module, "num_classes"), (module, "num_labels"), (getattr(module, "config", None), "num_labels")]
+    for owner, attribute in attributes:
         if count is not None and isinstance(getattr(owner, attribute, None), int):
             setattr(owner, attribute, count)
 
 
 class Headed(nn.Module):
-    """A head module in its own dtype, float32, whatever the backbone is in. Its attributes are those of the module."""
+    """Runs a head module in its own dtype, float32, on a backbone of any dtype. It has the module's attributes."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -162,7 +158,7 @@ class Headed(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "layer":  # not there yet: it is being copied
+            if name == "layer":  # not set yet, while being copied
                 raise
             return getattr(self.layer, name)
 
@@ -174,7 +170,7 @@ class Headed(nn.Module):
         return _cast(self.layer(*args, **kwargs), given)
 
     def ordinary(self, dtype: torch.dtype) -> nn.Module:
-        """The same without bitgraft, for a backbone of this dtype."""
+        """Return the same without bitgraft classes, for a backbone of this dtype."""
         return self.layer if self._own_dtype in (None, dtype) else as_graph(_Rounding(self.layer, self._own_dtype))
 
 
@@ -187,7 +183,7 @@ def _cast(values: Any, dtype: torch.dtype | None) -> Any:
 
 
 class _Rounding(nn.Module):
-    """What `Headed` does for one tensor, in a form that can be traced."""
+    """`Headed` for one tensor, in a form that can be traced."""
 
     def __init__(self, layer: nn.Module, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -199,7 +195,7 @@ class _Rounding(nn.Module):
 
 
 def as_graph(module: nn.Module) -> nn.Module:
-    """A module around `layer` as one graph of ordinary modules, which opens where bitgraft is not installed."""
+    """Return a wrapper of `layer` as a GraphModule, which can be unpickled without bitgraft."""
 
     class Tracer(fx.Tracer):
         def is_leaf_module(self, inner: nn.Module, path: str) -> bool:

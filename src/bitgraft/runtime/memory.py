@@ -1,25 +1,25 @@
-"""What the C library does with freed memory."""
+"""Settings of glibc's malloc."""
 
 import ctypes
 from contextlib import suppress
 
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-KEPT, LARGEST = 2**31 - 1, 2**25  # bytes
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameters of mallopt
+MAX_KEPT, MAX_HEAP_BLOCK = 2**31 - 1, 2**25  # bytes
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what a batch frees for the next one.
+    """Keep memory that a batch frees for the next batch.
 
-    glibc returns it to the system otherwise, and gets it back page by page. This is for our own processes: a library
-    does not change malloc for its caller.
+    By default glibc returns it to the system, and page faults bring it back. Call this only in bitgraft's own
+    processes: a library must not change malloc for its caller.
     """
-    with suppress(OSError, AttributeError):  # another C library
+    with suppress(OSError, AttributeError):  # not glibc
         libc = ctypes.CDLL(None)
-        libc.mallopt(TRIM_THRESHOLD, KEPT)
-        libc.mallopt(MMAP_THRESHOLD, LARGEST)
+        libc.mallopt(M_TRIM_THRESHOLD, MAX_KEPT)
+        libc.mallopt(M_MMAP_THRESHOLD, MAX_HEAP_BLOCK)
 
 
 def give_memory_back() -> None:
-    """Let the C library return what was freed to the system."""
-    with suppress(OSError, AttributeError):  # another C library
+    """Return freed memory to the system."""
+    with suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)

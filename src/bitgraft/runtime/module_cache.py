@@ -1,4 +1,4 @@
-"""Tasks that keep their computed weights, and spare modules for those that do not."""
+"""Modules of the tasks that run: a bounded cache, pinned modules, and spare ones for tasks that do not fit."""
 
 import threading
 from collections import OrderedDict
@@ -11,74 +11,91 @@ from bitgraft.errors import TaskError
 from bitgraft.runtime.task_module import TaskModule
 from bitgraft.task import Task
 
-Key = tuple[str, int]
-"""A task's name, and what else tells its modules apart."""
-
 
 class ModuleCache:
-    """At most `count` modules with at most `memory` bytes of computed weights, but always the one last asked for.
+    """An LRU cache of at most `count` modules with at most `memory` bytes of computed weights.
 
-    The least recently used one goes first.
+    The module requested last is kept in any case. Pinned modules stay until they are dropped, and do not count. The
+    cache has no lock of its own: the network calls it with its lock held.
     """
 
     def __init__(self, count: int, memory: int | None = None) -> None:
         if count < 1:
-            raise TaskError(f"active={count!r}: at least one task must be kept at work")
+            raise TaskError(f"active={count!r}: at least one task must be kept in memory")
         self.count, self.memory = count, memory
         self.spare = SpareModules()
-        self._held: OrderedDict[Key, tuple[TaskModule, int]] = OrderedDict()
+        self._pinned: dict[str, TaskModule] = {}
+        self._cached: OrderedDict[tuple[str, int], tuple[TaskModule, int]] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._held)
+    @property
+    def names(self) -> set[str]:
+        """The tasks that have a module."""
+        return {name for name, _ in self._cached} | self._pinned.keys()
 
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._held)
+    def get(self, task: Task) -> TaskModule:
+        """Return the task's module, and create it if there is none.
 
-    def get(self, key: Key, task: Task) -> TaskModule:
-        """The task's module, made if it is not here."""
-        if key not in self._held:
+        A task that learns has one per thread: gradients reach the tensors that a call started with, whatever other
+        threads run in the meantime.
+        """
+        if task.name in self._pinned:
+            return self._pinned[task.name]
+        grad = torch.is_grad_enabled()
+        key = (task.name, threading.get_ident() if grad and task.learns() else int(grad))
+        if key not in self._cached:
             size = computed_bytes(task)
             self.spare.free()
-            self.make_room(size)
-            self._held[key] = TaskModule(task), size
-        self._held.move_to_end(key)
-        return self._held[key][0]
+            self._make_room(size)
+            self._cached[key] = TaskModule(task), size
+        self._cached.move_to_end(key)
+        return self._cached[key][0]
 
-    def make_room(self, size: int) -> None:
-        """Drop modules until one more of this size fits, before its weights are computed."""
-        while self._held and not self._fits([*self._sizes(), size]):
-            self._held.popitem(last=False)
-
-    def can_keep(self, tasks: Iterable[Task]) -> bool:
-        """There is room for all of these at once."""
-        return self._fits([computed_bytes(task) for task in tasks])
+    def pin(self, task: Task) -> TaskModule:
+        """Return a module that stays the task's only one from now on."""
+        if task.name not in self._pinned:
+            self._pinned[task.name] = TaskModule(task).pin()
+        return self._pinned[task.name]
 
     def drop(self, name: str) -> None:
-        """Forget the modules of the task of that name."""
-        for key in [key for key in self._held if key[0] == name]:
-            del self._held[key]
+        """Drop the modules of one task."""
+        self._pinned.pop(name, None)
+        for key in [key for key in self._cached if key[0] == name]:
+            del self._cached[key]
 
-    def _sizes(self) -> list[int]:
-        return [size for _, size in self._held.values()]
+    def clear(self) -> None:
+        """Drop all modules except pinned ones."""
+        self._cached.clear()
+        self.spare = SpareModules()
+
+    def spills(self, task: Task, batch: Iterable[Task]) -> bool:
+        """Return whether a task must run in a spare module because its batch does not fit. If so, make room for it."""
+        evaluates = not task.training and not torch.is_grad_enabled()  # gradients need the weights after the call
+        if not evaluates or not differs_in_tensors_only(task) or task.name in self.names:
+            return False
+        if self._fits([computed_bytes(other) for other in batch]):
+            return False
+        self._make_room(computed_bytes(task))
+        return True
+
+    def _make_room(self, size: int) -> None:
+        """Drop the least recently used modules until one more of this size fits."""
+        while self._cached and not self._fits([*(held for _, held in self._cached.values()), size]):
+            self._cached.popitem(last=False)
 
     def _fits(self, sizes: list[int]) -> bool:
         return len(sizes) <= self.count and (self.memory is None or sum(sizes) <= self.memory)
 
 
 class SpareModules:
-    """One spare module for each batch that runs at the same time. Their memory stays for the next batches, until a
-    task is to be kept."""
+    """One spare module per batch in flight. They keep their memory until a task enters the cache."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[SpareModule] = []
 
     @contextmanager
-    def lend(self) -> Iterator["SpareModule | None"]:
-        """A spare module for the time of a batch; None if it is of no use because there are gradients."""
-        if torch.is_grad_enabled():
-            yield None
-            return
+    def lend(self) -> Iterator["SpareModule"]:
+        """Lend a spare module for one batch."""
         with self._lock:
             spare = self._idle.pop() if self._idle else SpareModule()
         try:
@@ -88,17 +105,14 @@ class SpareModules:
                 self._idle.append(spare)
 
     def free(self) -> None:
-        """Give the memory back, but of those in which batches are running."""
+        """Free the memory of the modules that no batch is using."""
         with self._lock:
             for spare in self._idle:
                 spare.free()
 
 
 class SpareModule:
-    """A module tree in which tasks that are not kept run one after another, each in the memory of the one before.
-
-    For evaluation without gradients only: nothing may look at a weight after the call.
-    """
+    """One module tree that runs tasks in turn, each in the memory of the one before."""
 
     def __init__(self) -> None:
         self._module: TaskModule | None = None
@@ -107,24 +121,18 @@ class SpareModule:
         if self._module is not None:
             self._module.free_weights()
 
-    def takes(self, task: Task) -> bool:
-        return differs_in_tensors_only(task) and not task.training
-
-    def ready(self, task: Task) -> TaskModule:
-        """The module, made to run this task."""
+    def switch_to(self, task: Task) -> TaskModule:
         if self._module is None:
             self._module = TaskModule(task)
         self._module.switch_to(task)
-        self._module.refresh()
         return self._module
 
 
 def differs_in_tensors_only(task: Task) -> bool:
-    """From others of its kind: no module of its own takes part."""
+    """Return whether the task adds no modules of its own, such as an adapter or a head module."""
     return task.metadata.head == "classes" and all(t.tail is None for t in task.transforms.values())
 
 
 def computed_bytes(task: Task) -> int:
-    """What a task's computed weights take. Tensors that it owns outright are there anyway."""
-    weights = [task.anatomy.tensor(name) for name in task.transforms]
-    return sum(weight.numel() * weight.element_size() for weight in weights)
+    """Return the size of the task's computed weights. Tensors that it owns outright are in memory anyway."""
+    return sum(task.anatomy.tensor(name).nbytes for name in task.transforms)

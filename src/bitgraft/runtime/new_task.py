@@ -1,4 +1,4 @@
-"""How a task that is ready to learn is put together."""
+"""Build tasks: new ones, those in files, and the backbone's own."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch import nn
 from bitgraft.backbone.anatomy import Anatomy
 from bitgraft.errors import WrongBackboneError
 from bitgraft.format import archive, dependencies, restore
-from bitgraft.format.metadata import Metadata
+from bitgraft.format.metadata import HeadKind, Metadata
 from bitgraft.methods import registry
 from bitgraft.methods.preset_options import preset_options
 from bitgraft.runtime import heads
@@ -31,13 +31,13 @@ def new_task(
     start: str | None,
     options: Mapping[str, Any],
 ) -> Task:
-    """A task as `Network.add_task` describes it; `tasks` are those that it may build on."""
+    """Return a new task as `Network.add_task` describes it, which may build on `tasks`."""
     recipe = registry.get(method)
     chosen = recipe.with_options({**preset_options(preset, method), **options})
     rng = torch.Generator().manual_seed(seed)
-    first = dependencies.named(recipe, tasks, start) if start is not None else None
-    before = dependencies.chosen(recipe, tasks, borrow)
-    transforms = registry.transforms(recipe, anatomy, chosen, rng, [task.transforms for task in before])
+    start_task = dependencies.named(recipe, tasks, start) if start is not None else None
+    earlier = dependencies.chosen(recipe, tasks, borrow)
+    transforms = registry.transforms(recipe, anatomy, chosen, rng, [task.transforms for task in earlier])
     owned = registry.owned(recipe, anatomy, chosen)
     kind, names, tensors, module = heads.plan_head(anatomy, classes, head, rng)
     stated = heads.stated_preprocessing(anatomy.backbone) if preprocessing is None else preprocessing
@@ -48,19 +48,19 @@ def new_task(
         head=kind,
         classes=names,
         preprocessing=dict(stated),
-        depends_on={task.name: dependencies.fingerprint(task) for task in before},
+        depends_on={task.name: dependencies.fingerprint(task) for task in earlier},
     )
     task = Task(metadata, anatomy, transforms, {**owned, **tensors}, module)
     task.preset = preset or "default"
-    if first is not None:
-        task.start_from(first)
-    dependencies.hold(before)
+    if start_task is not None:
+        task.start_from(start_task)
+    dependencies.hold(earlier)
     return task
 
 
-def original_task(anatomy: Anatomy, name: str) -> Task:
-    """The backbone as it is, under a name."""
-    return Task(Metadata(name, "classifier", {}, "keep"), anatomy, {}, {}, None)
+def plain_task(anatomy: Anatomy, name: str, head: HeadKind) -> Task:
+    """Return a task that changes nothing: the backbone with its own head ("keep") or without one ("none")."""
+    return Task(Metadata(name, "classifier", {}, head), anatomy, {}, {}, None)
 
 
 def loaded_task(
@@ -71,18 +71,14 @@ def loaded_task(
     head: nn.Module | None,
     path: str | Path,
 ) -> Task:
-    """The task that a file holds, on the backbone with this fingerprint; `tasks` are those that it may build on."""
+    """Return the task in a file, for the backbone with this fingerprint. It may build on `tasks`."""
     if filed.backbone != fingerprint:
-        whose = f"{path} belongs to a backbone with fingerprint {filed.backbone[:12]}, this one has {fingerprint[:12]}"
-        raise WrongBackboneError(f"{whose}: build the backbone with the weights that the task was made for")
-    before = dependencies.found(filed.metadata, tasks)
-    filed = archive.rename_dependencies(filed, [task.name for task in before])
-    task = restore.restore_task(filed, anatomy, [task.transforms for task in before], head)
-    dependencies.hold(before)
+        raise WrongBackboneError(
+            f"{path} belongs to a backbone with fingerprint {filed.backbone[:12]}, this one has {fingerprint[:12]}: "
+            "build the backbone with the weights that the task was trained on"
+        )
+    earlier = dependencies.found(filed.metadata, tasks)
+    filed = archive.rename_dependencies(filed, [task.name for task in earlier])
+    task = restore.restore_task(filed, anatomy, [task.transforms for task in earlier], head)
+    dependencies.hold(earlier)
     return task
-
-
-def trainable_parameters(module: nn.Module) -> tuple[int, int]:
-    """How many parameters learn, and how many there are."""
-    counts = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
-    return sum(count for count, learns in counts if learns), sum(count for count, _ in counts)

@@ -1,7 +1,7 @@
-"""A network as an ONNX graph without weights: traced once, kept in a cache folder, given each task's weights in memory.
+"""A network as an ONNX graph without weights: traced once, cached in a folder, and run with each task's weights.
 
-The graph takes its weights as inputs, so no optimiser can compute anything from one task's weights. A norm behind a
-convolution is folded into it; `FOLDS` in the graph's metadata says which, and `folded` does it to a task's weights.
+Weights are inputs of the graph, so no optimiser can bake in those of one task. Batch norms are folded into the
+convolution before them: the graph's metadata lists the pairs under `FOLDS`, and `folded` applies them to a task.
 """
 
 import hashlib
@@ -25,13 +25,13 @@ from bitgraft.backbone.tracing import logits
 from bitgraft.errors import ArchiveError, ExportError, how_to_install
 
 IMAGES, LOGITS, FOLDS = "images", "logits", "bitgraft.folds"
-CACHE = "BITGRAFT_CACHE"  # the environment variable that names another cache folder
+CACHE = "BITGRAFT_CACHE"  # environment variable for the cache folder
 VERSIONED = ("onnx", "onnxscript", "torch")
-FORM = 2  # of the graphs in a cache
+FORM = 2  # format version of cached graphs
 
 
 class Scores(nn.Module):
-    """The tensor of scores in what a module returns (transformers wrap it)."""
+    """Unwraps the tensor of scores from a module's output (transformers wrap it)."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -42,26 +42,26 @@ class Scores(nn.Module):
 
 
 def scores_module(plain: nn.Module, images: Tensor) -> nn.Module:
-    """The module, wrapped if it returns anything but a tensor."""
+    """Return the module, wrapped so that it returns a tensor."""
     with torch.no_grad():
         return plain if isinstance(plain(images), Tensor) else Scores(plain).eval()
 
 
 def program(module: nn.Module, *examples: Tensor) -> ExportedProgram:
-    """The module traced for batches of any size; the first input is the batch."""
+    """Trace the module for batches of any size. The first example is the batch."""
     shapes = ({0: Dim("batch", min=1)}, *(None for _ in examples[1:]))
     try:
         with torch.no_grad():
             return torch.export.export(module, examples, dynamic_shapes=shapes, strict=False)
-    except Exception as cause:  # tracing a network can raise nearly anything
+    except Exception as cause:  # tracing can raise almost anything
         raise ExportError(
-            f"torch.export cannot follow {type(module).__name__} for batches of any size "
-            f"({type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}); plain weights can be exported still"
+            f"torch.export cannot follow {type(module).__name__} for batches of any size ({reason(cause)}); "
+            "plain weights can still be exported"
         ) from cause
 
 
 def to_onnx(traced: ExportedProgram, inputs: Iterable[str], *, optimize: bool = True) -> Any:
-    """What torch.onnx makes of a traced network."""
+    """Convert a traced network with torch.onnx."""
     need("onnx"), need("onnxscript")
     try:
         return torch.onnx.export(
@@ -73,14 +73,19 @@ def to_onnx(traced: ExportedProgram, inputs: Iterable[str], *, optimize: bool = 
             external_data=False,
             optimize=optimize,
         )
-    except Exception as cause:  # the exporter wraps whatever went wrong
+    except Exception as cause:  # the exporter can raise almost anything
         raise ExportError(
-            f"torch.onnx cannot convert this network ({type(cause).__name__}: "
-            f"{str(cause).strip().partition(chr(10))[0]}); try --format torch-export"
+            f"torch.onnx cannot convert this network ({reason(cause)}); try --format torch-export"
         ) from cause
 
 
+def reason(cause: Exception) -> str:
+    """Return an exception's type and the first line of its message."""
+    return f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+
+
 def need(module: str) -> Any:
+    """Import an optional package."""
     try:
         return importlib.import_module(module)
     except ImportError as cause:
@@ -91,7 +96,7 @@ def need(module: str) -> Any:
 
 @dataclass(frozen=True)
 class Fold:
-    """A convolution and the batch norm behind it, by the names of their tensors; or a batch norm that stands alone."""
+    """The tensor names of a convolution and the batch norm after it, or of a batch norm without a convolution."""
 
     weight: str | None
     bias: str | None
@@ -101,15 +106,15 @@ class Fold:
 
     @property
     def names(self) -> tuple[str, str]:
-        """What the folded weight and bias are called."""
+        """The names of the folded weight and bias."""
         name = self.weight or self.norm[0]
         return f"{name}:folded", f"{name}:folded_bias"
 
 
 def folded(state: Mapping[str, Tensor], folds: Iterable[Fold]) -> Iterator[tuple[str, Tensor]]:
-    """Of each convolution and its norm, W s and (b - mean) s + shift with s = scale / sqrt(var + eps), by their names.
+    """Yield W s and (b - mean) s + shift with s = scale / sqrt(var + eps), for each convolution and its norm.
 
-    A norm that stands alone is a convolution of each channel by itself, with weights of 1.
+    A norm without a convolution becomes a depthwise 1x1 convolution with W = 1.
     """
     for fold in folds:
         scale, shift, mean, variance = (state[name] for name in fold.norm)
@@ -121,20 +126,20 @@ def folded(state: Mapping[str, Tensor], folds: Iterable[Fold]) -> Iterator[tuple
 
 
 def make_graph(module: nn.Module, images: Tensor) -> bytes:
-    """The module as an ONNX file whose weights are inputs, named as in its state dict."""
-    made = to_onnx(program(module, images), [IMAGES], optimize=False)
+    """Return the module as an ONNX file whose weights are inputs, named as in its state dict."""
+    exported = to_onnx(program(module, images), [IMAGES], optimize=False)
     ir, optimizer = need("onnx_ir"), need("onnxscript.optimizer")
-    state, graph = module.state_dict(), made.model.graph
+    state, graph = module.state_dict(), exported.model.graph
     for name in [name for name in graph.initializers if name in state and state[name].is_floating_point()]:
         graph.inputs.append(value := graph.initializers.pop(name))
         value.const_value = None
-    optimizer.optimize(made.model)
+    optimizer.optimize(exported.model)
     folds = [fold for node in list(graph) if (fold := _fold(ir, graph, node, state)) is not None]
     for value in [value for value in graph.inputs[1:] if not value.uses()]:
         graph.inputs.remove(value)
-    model = ir.to_proto(made.model)
+    model = ir.to_proto(exported.model)
     for node in model.graph.node:
-        del node.metadata_props[:]  # this machine's file names, which the exporter notes at each node
+        del node.metadata_props[:]  # source paths of this machine
         node.doc_string = ""
     del model.graph.value_info[:]  # other tasks may have more classes
     del model.graph.output[0].type.tensor_type.shape.dim[1:]
@@ -143,7 +148,7 @@ def make_graph(module: nn.Module, images: Tensor) -> bytes:
 
 
 def _fold(ir: Any, graph: Any, node: Any, state: Mapping[str, Tensor]) -> Fold | None:
-    """Fold a batch norm into the convolution before it, or make it one if that is not possible."""
+    """Fold a batch norm into the convolution before it, or turn it into a convolution if there is none."""
     if node.op_type != "BatchNormalization" or any(_others_use(value, state) for value in node.inputs[1:5]):
         return None
     norm = tuple(value.name for value in node.inputs[1:5])
@@ -161,10 +166,10 @@ def _fold(ir: Any, graph: Any, node: Any, state: Mapping[str, Tensor]) -> Fold |
         graph.insert_before(node, conv)
     conv.resize_inputs(3)
     shape = like.shape if fold.weight else ir.Shape([len(state[norm[0]]), 1, 1, 1])
-    for place, (name, size) in enumerate(zip(fold.names, (shape, node.inputs[1].shape), strict=True), start=1):
-        made = ir.Value(name=name, shape=size, type=like.type)
-        graph.inputs.append(made)
-        conv.replace_input_with(place, made)
+    for index, (name, size) in enumerate(zip(fold.names, (shape, node.inputs[1].shape), strict=True), start=1):
+        value = ir.Value(name=name, shape=size, type=like.type)
+        graph.inputs.append(value)
+        conv.replace_input_with(index, value)
     conv.outputs[0].shape, conv.outputs[0].type = node.outputs[0].shape, node.outputs[0].type
     ir.convenience.replace_all_uses_with(node.outputs[0], conv.outputs[0], replace_graph_outputs=True)
     graph.remove(node, safe=True)
@@ -172,33 +177,33 @@ def _fold(ir: Any, graph: Any, node: Any, state: Mapping[str, Tensor]) -> Fold |
 
 
 def _others_use(value: Any, state: Mapping[str, Tensor]) -> bool:
-    """It is no weight, or more than one node's."""
+    """Return whether a value is not a weight, or is used by more than one node."""
     return value.name not in state or len(value.uses()) > 1
 
 
 def _is_zero(bias: Any, state: Mapping[str, Tensor]) -> bool:
-    """The exporter puts zeros where a layer has no bias."""
+    """Return whether a bias is the exporter's placeholder for a layer without one."""
     return bias.name not in state and bias.const_value is not None and not bias.const_value.numpy().any()
 
 
 class MissingGraphError(ExportError):
-    """A graph has yet to be made, and this process must not: see `GraphCache`."""
+    """A graph is not in the cache, and this process must not export it (`GraphCache`)."""
 
 
 class GraphCache:
-    """Graphs in a folder, each under a hash of the backbone, the structure that a task gives it, and versions.
+    """A folder of graphs, keyed by a hash of the backbone, the task's module structure and package versions.
 
-    Why a network has no graph is kept as well, so that nobody waits for the same failure twice.
+    Failures are cached as well, so that the same export is not tried twice.
 
-    Tracing changes how every module of a process is called while it lasts. A process that runs networks in other
-    threads therefore takes `export=False`, and has graphs made elsewhere.
+    Tracing affects every module call in the process. If other threads run networks, pass `export=False` and export in
+    another process.
     """
 
     def __init__(self, fingerprint: str, folder: Path | None = None, *, export: bool = True) -> None:
         self._fingerprint, self.folder, self._export = fingerprint, folder or cache_folder(), export
 
     def get(self, module: nn.Module, images: Tensor, head: Iterable[str] = ()) -> bytes:
-        """The module's graph, made if it is not there. Tensors of the `head` may have any size."""
+        """Return the module's graph, and export it if it is not cached. Tensors of the `head` may have any size."""
         path = self.folder / f"{self.key(module, images, head)}.onnx"
         refused = path.with_suffix(".txt")
         if path.exists():
@@ -207,10 +212,10 @@ class GraphCache:
             raise ExportError(refused.read_text())
         if not self._export:
             raise MissingGraphError(f"{path.name} is not in {self.folder}")
-        need("onnx"), need("onnxscript")  # what is only missing here is no property of the network
+        need("onnx"), need("onnxscript")  # a missing package is not a failure to cache
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # remarks on the network's code, for nobody here to act on
+                warnings.simplefilter("ignore")  # about the network's code
                 graph = make_graph(module, images)
         except ExportError as problem:
             self._write(refused, str(problem).encode())
@@ -231,18 +236,18 @@ class GraphCache:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, data)
         except (OSError, ArchiveError):
-            return  # a cache that cannot be written to costs time only
+            return  # without a cache it only takes longer
 
 
 def _version(package: str) -> str:
     try:
-        return metadata.version(package)  # quicker than importing it
+        return metadata.version(package)  # faster than importing it
     except metadata.PackageNotFoundError:
         return str(need(package).__version__)
 
 
 def cache_folder() -> Path:
-    """`$BITGRAFT_CACHE`, else bitgraft's folder in the user's cache."""
+    """Return `$BITGRAFT_CACHE`, or bitgraft's folder in the user's cache."""
     if given := os.environ.get(CACHE):
         return Path(given)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bitgraft"

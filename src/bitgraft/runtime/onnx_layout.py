@@ -1,7 +1,7 @@
-"""A graph in onnxruntime's own layout whose weights are still inputs: one session then runs every task at full speed.
+"""A graph in onnxruntime's own weight layout whose weights are still inputs, so one session runs every task fast.
 
-onnxruntime keeps the weights of convolutions in blocks of channels, but only if they are constants when a session is
-made. So we give it numbers for constants once; where each number ends up tells how to arrange a task's weights.
+onnxruntime arranges convolution weights in blocks of channels, but only if they are constants when a session is
+created. So we create one with numbered constants, and read the layout off the places where the numbers end up.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,14 +18,14 @@ from torch.nn.functional import pad
 from bitgraft.runtime.onnx_graph import IMAGES, need
 
 Layout = Callable[[Tensor], Tensor]
-BLOCKS = (16, 8, 4)  # channels in a block, by what a processor's registers hold
-FIRST, NUMBERS = 1 << 20, 65_521  # the least number, and how many: float32 holds all of them
-COMPUTING = ("ConvAddFusion", "ConvBNFusion", "ConvMulFusion", "MatMulBNFusion")  # optimisers that merge two weights
+BLOCKS = (16, 8, 4)  # channels per block, depending on the processor's registers
+FIRST, NUMBERS = 1 << 20, 65_521  # the smallest number and their count: all are exact in float32
+FUSIONS = ("ConvAddFusion", "ConvBNFusion", "ConvMulFusion", "MatMulBNFusion")  # optimisers that merge two weights
 
 
 @dataclass(frozen=True)
 class Place:
-    """An input of the graph, and the weight that goes there."""
+    """An input of the graph, the weight to pass, and how to arrange it."""
 
     input: str
     weight: str
@@ -33,58 +33,58 @@ class Place:
 
 
 def arrange(model: Any, shapes: Mapping[str, torch.Size]) -> tuple[Any, list[Place]] | None:
-    """The graph as onnxruntime has it, and where weights of these shapes go; None if it computes something from them.
+    """Return the graph as onnxruntime optimises it, and its weight inputs, for this processor only.
 
-    What comes back is for this processor only.
+    Return None if onnxruntime computes new constants from the weights, or uses a layout that we do not know.
     """
     numbered = _numbered(shapes)
-    made, firsts = _optimised(model, numbered), {float(t.max()): name for name, t in numbered.items()}
+    optimised, weight_of = _optimised(model, numbered), {float(t.max()): name for name, t in numbered.items()}
     places = []
-    for name, found in _constants(made).items():
-        if (first := float(found.max())) < FIRST:
-            continue  # no weight has to do with it
-        weight = firsts.get(first, "")
+    for name, found in _constants(optimised).items():
+        if (largest := float(found.max())) < FIRST:
+            continue  # not a weight
+        weight = weight_of.get(largest, "")
         layout = _layout(numbered[weight], found) if weight else None
         if layout is None:
             return None
         places.append(Place(name, weight, layout))
-    return _with_inputs(made, [place.input for place in places]), places
+    return _with_inputs(optimised, [place.input for place in places]), places
 
 
 def _numbered(shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Tensors of these shapes, each with its own largest number. None is smaller than `FIRST`."""
+    """Return numbered tensors of these shapes. Each has a different maximum, and all numbers are at least `FIRST`."""
     numbers = -torch.arange(max(shape.numel() for shape in shapes.values())).remainder_(NUMBERS).float()
     return {
-        name: (numbers[: shape.numel()] + (FIRST + NUMBERS + number)).view(shape)
-        for number, (name, shape) in enumerate(shapes.items())
+        name: (numbers[: shape.numel()] + (FIRST + NUMBERS + i)).view(shape)
+        for i, (name, shape) in enumerate(shapes.items())
     }
 
 
 def _optimised(model: Any, weights: Mapping[str, Tensor]) -> Any:
-    """What onnxruntime makes of the graph with these weights for constants."""
+    """Return the graph as onnxruntime optimises it with these weights as constants."""
     onnx, runtime = need("onnx"), need("onnxruntime")
-    given = onnx.ModelProto()
-    given.CopyFrom(model)
-    images = [value for value in given.graph.input if value.name == IMAGES]
-    del given.graph.input[:]
-    given.graph.input.extend(images)
+    constant = onnx.ModelProto()
+    constant.CopyFrom(model)
+    images = [value for value in constant.graph.input if value.name == IMAGES]
+    del constant.graph.input[:]
+    constant.graph.input.extend(images)
     for name, tensor in weights.items():
-        held = given.graph.initializer.add(name=name, data_type=onnx.TensorProto.FLOAT, dims=tensor.shape)
-        held.data_location = onnx.TensorProto.EXTERNAL
-        held.external_data.add(key="location", value="memory")
+        entry = constant.graph.initializer.add(name=name, data_type=onnx.TensorProto.FLOAT, dims=tensor.shape)
+        entry.data_location = onnx.TensorProto.EXTERNAL
+        entry.external_data.add(key="location", value="memory")
     options = runtime.SessionOptions()
-    options.log_severity_level = 3  # it remarks that the file is for this processor only
+    options.log_severity_level = 3  # no warning that the file is for this processor only
     arrays = [runtime.OrtValue.ortvalue_from_numpy(tensor.numpy()) for tensor in weights.values()]
     options.add_external_initializers(list(weights), arrays)
     with TemporaryDirectory(prefix="bitgraft-") as folder:
         options.optimized_model_filepath = str(path := Path(folder) / "graph.onnx")
-        data, providers = given.SerializeToString(), ["CPUExecutionProvider"]
-        runtime.InferenceSession(data, options, providers, disabled_optimizers=[*COMPUTING])
+        data, providers = constant.SerializeToString(), ["CPUExecutionProvider"]
+        runtime.InferenceSession(data, options, providers, disabled_optimizers=[*FUSIONS])
         return onnx.load(path)
 
 
 def _with_inputs(model: Any, names: list[str]) -> Any:
-    """The graph with these constants as inputs, of any size: tasks differ in their numbers of classes."""
+    """Turn these constants into inputs of any size, since tasks differ in their number of classes."""
     onnx, wanted = need("onnx"), set(names)
     kept = [constant for constant in model.graph.initializer if constant.name not in wanted]
     del model.graph.initializer[:]
@@ -109,7 +109,7 @@ def _layout(numbered: Tensor, found: Tensor) -> Layout | None:
 
 
 def _layouts(dimensions: int) -> Iterator[Layout]:
-    """Those that onnxruntime is known to use."""
+    """Yield the layouts that onnxruntime is known to use."""
     yield torch.clone
     for block in BLOCKS:
         if dimensions == 1:
@@ -127,7 +127,7 @@ def _padded(bias: Tensor, block: int) -> Tensor:
 
 
 def _scales(factor: Tensor, block: int) -> Tensor:
-    """A factor for each channel, as a convolution of each by itself."""
+    """A factor per channel as the weight of a depthwise convolution."""
     return pad(factor, (0, -len(factor) % block), value=1.0).view(-1, 1, 1, 1)
 
 

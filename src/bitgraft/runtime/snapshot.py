@@ -1,4 +1,4 @@
-"""Whether tensors have been exchanged, moved or written to since something was computed from them."""
+"""Detect tensors that were replaced, moved or written to."""
 
 import weakref
 from collections.abc import Collection
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class Snapshot:
-    """How some tensors were at one moment. It does not keep them alive.
+    """The state of some tensors at one moment. It does not keep them alive.
 
-    torch counts the writes to a tensor in `_version`. It does not count writes through `.data` or NumPy, those of fused
-    optimizers, and writes to tensors made in inference mode: `probe=True` looks at the first element of each as well.
+    torch counts writes to a tensor in `_version`, except writes through `.data` or NumPy, by fused optimizers, and to
+    tensors created in inference mode. `probe=True` also compares the first element of each tensor.
     """
 
     def __init__(self, tensors: Collection[Tensor], *, probe: bool = False) -> None:
@@ -21,13 +21,13 @@ class Snapshot:
         self._first = _first_elements(tensors) if probe else None
 
     def matches(self, tensors: Collection[Tensor]) -> bool:
-        """These are the same tensors, with the same memory and, as far as can be told, the same values."""
+        """Return whether these are the same tensors with the same storage and, as far as we can tell, values."""
         return (
             len(tensors) == len(self._tensors)
             and _versions(tensors) == self._versions
             and all(
-                known() is tensor and storage() is tensor.untyped_storage()
-                for (known, storage), tensor in zip(self._tensors, tensors, strict=True)
+                same() is tensor and storage() is tensor.untyped_storage()
+                for (same, storage), tensor in zip(self._tensors, tensors, strict=True)
             )
             and (self._first is None or _first_elements(tensors) == self._first)
         )

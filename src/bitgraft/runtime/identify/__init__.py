@@ -1,4 +1,4 @@
-"""Which task an image belongs to, or none: descriptions, scorers over them, and the decision.
+"""Identify the task of an image, or none: descriptions of tasks, scorers, and the decision.
 
-It works on features, scores and descriptions alone; `bitgraft.network` gives it the backbone and the tasks.
+It works on features, scores and descriptions. `bitgraft.network` provides the backbone and the tasks.
 """

@@ -1,128 +1,134 @@
-"""Route an image to the best few tasks, run those, and decide: a task, or none of them."""
+"""Rank the tasks for an image, run the best few, and decide on one or none of them."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from bitgraft.backbone.anatomy import Anatomy
+from bitgraft.backbone.anatomy import Anatomy, unknown_head
+from bitgraft.backbone.tracing import logits
 from bitgraft.errors import TaskError
 from bitgraft.format.description import Description
-from bitgraft.runtime.identify.features import PlainFeatures
 from bitgraft.runtime.identify.scorers import Likelihood, certainty, energy, typicality
+from bitgraft.runtime.new_task import plain_task
+from bitgraft.runtime.task_module import TaskModule
 from bitgraft.task import Task
 
-RUNS = 3  # tasks that are run for an image
-WEIGHT = 40.0  # nats of the route's log-likelihood that a deviation of a task's own energy is worth
-TEMPERATURE = 20.0  # nats; features are far from independent, so their likelihoods are too sure
+RUNS = 3  # tasks to run per image
+WEIGHT = 40.0  # nats of log-likelihood that one standard deviation of a task's energy is worth
+TEMPERATURE = 20.0  # nats; features are correlated, so their likelihoods are overconfident
 
 
 class Identified(NamedTuple):
     """The task of each image."""
 
     tasks: list[str | None]
-    """Names; None where no task's images look like it."""
+    """The task's name, or None if the image resembles no task."""
     scores: Tensor
-    """(N, tasks): the probability of each task, if it is one of them."""
+    """(N, tasks): the probability of each task, given that it is one of them."""
     names: tuple[str, ...]
     """The tasks in the order of the scores."""
     margins: Tensor
-    """(N): how far the best task's typicality lies above its threshold; below 0 the answer is None."""
+    """(N): the best task's typicality minus its threshold. Negative margins mean None."""
 
 
 class Decision(NamedTuple):
-    """`Identified`, the best task in any case, and the outputs of the tasks that ran."""
+    """The tasks of a batch, and the outputs of the tasks that ran."""
 
     identified: Identified
     best: list[str]
+    """The most likely task of each image, known or not."""
     outputs: dict[str, tuple[list[int], Tensor]]
-    """Each task that ran: the rows of its images, and its logits for them."""
+    """For each task that ran, the rows of its images and its logits for them."""
 
 
 class Identifier:
-    """Descriptions stacked once for as long as the tasks stay the same, and the backbone's features."""
+    """Decides on tasks. It caches the stacked descriptions while the tasks stay the same."""
 
     def __init__(self, anatomy: Anatomy) -> None:
         self._anatomy = anatomy
         self._lock = threading.Lock()
-        self._features: PlainFeatures | None = None
+        self._headless: TaskModule | None = None
         self._stacked: tuple[list[tuple[str, Description]], Likelihood] | None = None
 
+    @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:
-        """The plain backbone's, (N, features)."""
+        """Return the input of the plain backbone's head, pooled and l2-normalised, (N, features)."""
+        if not self._anatomy.head_known:
+            raise unknown_head(self._anatomy.backbone)
         with self._lock:
-            self._features = self._features or PlainFeatures(self._anatomy)
-        return self._features(images)
+            if self._headless is None:
+                self._headless = TaskModule(plain_task(self._anatomy, "features", "none").eval())
+        self._headless.refresh()
+        features = logits(self._headless(images)).float()
+        return F.normalize(features.flatten(2).mean(2) if features.dim() > 2 else features, dim=1)
 
     @torch.no_grad()
     def decide(
         self, tasks: Mapping[str, Task], images: Mapping[str, Tensor], run: Callable[[str, Tensor], Tensor]
     ) -> Decision:
-        """Each image's task. `images` are as each task takes them: one tensor for all that prepare them alike."""
+        """Decide on each image's task.
+
+        `images` has one batch per task. Tasks with the same preprocessing share one tensor. `run` returns a task's
+        logits.
+        """
         names = described(tasks)
         route = self.route([(name, tasks[name].description) for name in names], images)  # type: ignore[misc]
         best, outputs = route.topk(min(RUNS, len(names))).indices, {}
-        scores, typical = route - torch.inf, route - torch.inf
+        scores, margins = route - torch.inf, route - torch.inf  # (N, tasks)
         for i, name in enumerate(names):
             rows = (best == i).any(1).nonzero()[:, 0]
             if len(rows):
-                output, known = run(name, images[name][rows]), tasks[name].description.calibrated  # type: ignore[union-attr]
+                output, calibration = run(name, images[name][rows]), tasks[name].description.calibrated  # type: ignore[union-attr]
                 own = energy(output)
-                scores[rows, i] = route[rows, i] + WEIGHT * certainty(own, known)
-                typical[rows, i] = typicality(route[rows, i], own, known) - known.threshold
+                scores[rows, i] = route[rows, i] + WEIGHT * certainty(own, calibration)
+                margins[rows, i] = typicality(route[rows, i], own, calibration) - calibration.threshold
                 outputs[name] = rows.tolist(), output
         chosen = scores.argmax(1)
-        margins = typical.gather(1, chosen[:, None])[:, 0]
-        found = [names[i] for i in chosen.tolist()]
-        shown = [name if margin >= 0 else None for name, margin in zip(found, margins.tolist(), strict=True)]
-        return Decision(Identified(shown, (scores / TEMPERATURE).softmax(1), tuple(names), margins), found, outputs)
+        margin = margins.gather(1, chosen[:, None])[:, 0]
+        likeliest = [names[i] for i in chosen.tolist()]
+        known = [name if above >= 0 else None for name, above in zip(likeliest, margin.tolist(), strict=True)]
+        return Decision(Identified(known, (scores / TEMPERATURE).softmax(1), tuple(names), margin), likeliest, outputs)
 
-    def route(self, known: Sequence[tuple[str, Description]], images: Mapping[str, Tensor]) -> Tensor:
-        """(N, tasks): the log-likelihood of each image's plain features, from one pass for each way of preparing it."""
-        alike = {id(images[name]): images[name] for name, _ in known}
-        device = next(iter(alike.values())).device
-        scorer, scores = self._scorer(known, device), {key: Tensor() for key in alike}
-        for key, batch in alike.items():
-            scores[key] = scorer(self.features(batch))
-        columns = [scores[id(images[name])][:, i] for i, (name, _) in enumerate(known)]
-        return torch.stack(columns, 1)
+    def route(self, descriptions: list[tuple[str, Description]], images: Mapping[str, Tensor]) -> Tensor:
+        """Return the log-likelihood of each image's features, (N, tasks), with one backbone pass per distinct batch."""
+        batches = {id(images[name]): images[name] for name, _ in descriptions}
+        scorer = self._scorer(descriptions, next(iter(batches.values())).device)
+        scores = {key: scorer(self.features(batch)) for key, batch in batches.items()}
+        return torch.stack([scores[id(images[name])][:, i] for i, (name, _) in enumerate(descriptions)], 1)
 
-    def _scorer(self, known: Sequence[tuple[str, Description]], device: torch.device) -> Likelihood:
+    def _scorer(self, descriptions: list[tuple[str, Description]], device: torch.device) -> Likelihood:
         with self._lock:
-            if self._stacked is None or self._stacked[1].mean.device != device or not _same(self._stacked[0], known):
-                self._stacked = list(known), Likelihood([description for _, description in known], device)
+            if self._stacked is None or self._stacked[1].mean.device != device or self._stacked[0] != descriptions:
+                self._stacked = descriptions, Likelihood([description for _, description in descriptions], device)
             return self._stacked[1]
 
 
 def described(tasks: Mapping[str, Task]) -> list[str]:
-    """The tasks that an image can be found to belong to, sorted, so that the order of adding them does not matter."""
+    """Return the names of the tasks that have a description, sorted, so that the order of tasks does not matter."""
     names = sorted(name for name, task in tasks.items() if task.description is not None)
     if not names:
-        which = f"none of {', '.join(tasks)} has" if tasks else "there is no task, and so no"
-        raise TaskError(f"{which} a description of its inputs: make one with `bitgraft describe TASK DATA`")
+        what = f"none of {', '.join(tasks)} has" if tasks else "there is no task that has"
+        raise TaskError(f"{what} a description of its images: make one with `bitgraft describe TASK DATA`")
     return names
 
 
 def union(tasks: Mapping[str, Task]) -> list[tuple[str, str]]:
-    """The classes of all tasks with a description: (task, class), tasks in the order of their names."""
+    """Return the classes of all tasks that have a description, as (task, class), sorted by task."""
     return [(name, label) for name in described(tasks) for label in tasks[name].classes or ()]
 
 
 def union_scores(decision: Decision, tasks: Mapping[str, Task], *, known_only: bool = False) -> Tensor:
-    """(N, classes of `union`): log P(task) + log P(class | task), minus infinity for tasks that were not run.
+    """Return log P(task) + log P(class | task), (N, classes of `union`), minus infinity for tasks that did not run.
 
-    With `known_only` the rows of unknown images are minus infinity throughout.
+    With `known_only`, the rows of unknown images are minus infinity.
     """
     names, scores = decision.identified.names, decision.identified.scores
-    found = {name: scores.new_full((len(scores), len(tasks[name].classes or ())), -torch.inf) for name in names}
+    by_task = {name: scores.new_full((len(scores), len(tasks[name].classes or ())), -torch.inf) for name in names}
     for name, (rows, output) in decision.outputs.items():
-        within = output.float().log_softmax(1)
-        found[name][rows] = within + scores[rows, names.index(name), None].log()
-    every = torch.cat([found[name] for name in names], 1)
-    return every.masked_fill((decision.identified.margins < 0)[:, None] & known_only, -torch.inf)
-
-
-def _same(one: Sequence[tuple[str, Description]], other: Sequence[tuple[str, Description]]) -> bool:
-    return len(one) == len(other) and all(a[0] == b[0] and a[1] is b[1] for a, b in zip(one, other, strict=True))
+        by_task[name][rows] = output.float().log_softmax(1) + scores[rows, names.index(name), None].log()
+    unknown = (decision.identified.margins < 0)[:, None]
+    return torch.cat([by_task[name] for name in names], 1).masked_fill(unknown & known_only, -torch.inf)

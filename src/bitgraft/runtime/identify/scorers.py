@@ -1,7 +1,6 @@
-"""Scores of images for tasks: how well features fit a task's description.
+"""Score how well an image's features fit each task's description.
 
-A scorer is one method over descriptions that are stacked once. `Likelihood` is the one that is used; the others are
-what the literature has, for comparison.
+bitgraft uses `Likelihood`. The other scorers are baselines from the literature.
 """
 
 import math
@@ -16,10 +15,10 @@ from bitgraft.format.description import Calibration, Description
 
 
 class Scorer(ABC):
-    """Descriptions of T tasks, stacked on a device with zeros where one has fewer classes or a lower rank."""
+    """Descriptions of T tasks, padded to the same rank and number of classes and stacked on a device."""
 
     whitens = True
-    """Coordinates count by their variances."""
+    """Divide coordinates by their standard deviations."""
 
     def __init__(self, descriptions: Sequence[Description], device: torch.device | str = "cpu") -> None:
         rank, classes = (max(d.classes.shape[i] for d in descriptions) for i in (1, 0))
@@ -44,23 +43,23 @@ class Scorer(ABC):
 
     @abstractmethod
     def __call__(self, features: Tensor) -> Tensor:
-        """(N, features) -> (N, T); the higher, the better it fits."""
+        """Score features (N, features) -> (N, T); higher is better."""
 
     def projected(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Coordinates in each task's basis, (N, T, rank), and the squared length of what lies outside, (N, T)."""
+        """Return coordinates in each task's basis, (N, T, rank), and the squared length of the residual, (N, T)."""
         inside = (features @ self.basis.flatten(0, 1).T).view(-1, *self._centre.shape) - self._centre
-        apart = features.square().sum(1, keepdim=True) - 2 * features @ self.mean.T + self._lengths
-        return inside, (apart - inside.square().sum(2)).clamp_min(0)
+        centred = features.square().sum(1, keepdim=True) - 2 * features @ self.mean.T + self._lengths
+        return inside, (centred - inside.square().sum(2)).clamp_min(0)
 
     def distances(self, inside: Tensor) -> Tensor:
-        """Squared, to each class mean, (N, T, classes); infinite where a task has fewer classes."""
+        """Return squared distances to class means, (N, T, classes), infinite where a task has fewer classes."""
         scaled = (inside * self._scale).transpose(0, 1)  # (T, N, rank)
         squares = scaled.square().sum(2, keepdim=True) + self._squares
         return torch.baddbmm(squares, scaled, self._means.transpose(1, 2), alpha=-2).clamp_min(0).transpose(0, 1)
 
 
 class NearestMean(Scorer):
-    """Minus the squared distance to the nearest class mean, in all directions alike."""
+    """Minus the squared Euclidean distance to the nearest class mean."""
 
     whitens = False
 
@@ -78,7 +77,7 @@ class Mahalanobis(Scorer):
 
 
 class RelativeMahalanobis(Scorer):
-    """The same less the distance to the task's one Gaussian without classes (Ren et al. 2021)."""
+    """Mahalanobis minus the distance to one Gaussian over all classes of the task (Ren et al. 2021)."""
 
     def __call__(self, features: Tensor) -> Tensor:
         inside, _ = self.projected(features)
@@ -87,9 +86,9 @@ class RelativeMahalanobis(Scorer):
 
 
 class Likelihood(Scorer):
-    """log p(x | task) of a mixture with a Gaussian for each class, up to a constant that all tasks share.
+    """log p(x | task) of a mixture with one Gaussian per class, up to a constant that all tasks share.
 
-    The determinants are what Mahalanobis distances lack: they make the scores of different tasks comparable.
+    Unlike Mahalanobis distances it includes the determinants, which make scores of different tasks comparable.
     """
 
     def __call__(self, features: Tensor) -> Tensor:
@@ -100,17 +99,17 @@ class Likelihood(Scorer):
 
 
 def energy(logits: Tensor) -> Tensor:
-    """log sum exp of a task's own scores: high where it knows a class (Liu et al. 2020)."""
+    """Return log sum exp of a task's logits, which is high for images of its classes (Liu et al. 2020)."""
     return logits.float().flatten(1).logsumexp(1)
 
 
 def certainty(own: Tensor, calibration: Calibration) -> Tensor:
-    """A task's energy in deviations of its validation images. Above them it counts no further: strange images may."""
+    """Return a task's energy in standard deviations of its validation images, at most 1: outliers may exceed that."""
     return ((own - calibration.logit_mean) / calibration.logit_std).clamp_max(1.0)
 
 
 def typicality(route: Tensor, own: Tensor, calibration: Calibration) -> Tensor:
-    """How usual an image is for a task, in deviations of its validation images: features and logits together."""
+    """Return how typical an image is of a task by features and logits, in deviations of its validation images."""
     return (route - calibration.route_mean) / calibration.route_std + certainty(own, calibration)
 
 
