@@ -191,10 +191,10 @@ class Store:
 
     def check_replaceable(self, task: str) -> None:
         """Refuse to overwrite a task that others build on."""
-        from bitgraft.format.archive import content
+        from bitgraft.format.archive import content_hash
 
         try:
-            digest = content(self.archive(task))
+            digest = content_hash(self.archive(task))
         except (UnknownTaskError, ArchiveError):  # there is none, or a broken one, on which no task can build
             return
         for name in self.names():

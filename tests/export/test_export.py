@@ -150,9 +150,9 @@ def test_scores_that_differ_are_refused(change, refused):
 
     if refused:
         with pytest.raises(ExportError, match=r"more than 0\.0001, so no file was written"):
-            onnx_file.agree(Session(), {}, expected, "task 't'")
+            onnx_file.check_scores(Session(), {}, expected, "task 't'")
     else:
-        assert onnx_file.agree(Session(), {}, expected, "task 't'") == pytest.approx(change, rel=1e-2)
+        assert onnx_file.check_scores(Session(), {}, expected, "task 't'") == pytest.approx(change, rel=1e-2)
 
 
 def test_a_network_that_cannot_be_traced_is_a_sentence():
@@ -167,7 +167,7 @@ def test_a_network_that_cannot_be_traced_is_a_sentence():
 
 def reference(net: Network, name: str, images: torch.Tensor, width: int) -> torch.Tensor:
     scores = run(net, images, task=name)
-    return torch.cat([scores, torch.full((len(scores), width - scores.shape[1]), bundle.NOTHING)], 1)
+    return torch.cat([scores, torch.full((len(scores), width - scores.shape[1]), bundle.PADDING)], 1)
 
 
 def test_one_file_holds_many_tasks(tmp_path):
@@ -200,9 +200,9 @@ def test_one_file_holds_many_tasks(tmp_path):
 @pytest.mark.parametrize(
     ("method", "size", "said"),
     [
-        ("lora", 8, "is not made of masks and classes alone"),
-        ("finetune", 8, "outright, where 'a' has a mask for it"),
-        ("full", 10, "sees images of 8 x 8 pixels and 'b' of 10 x 10"),
+        ("lora", 8, "only tasks made of masks and classes"),
+        ("finetune", 8, "tasks 'b' and 'a' cannot share a file: one replaces"),
+        ("full", 10, "takes images of 8 x 8 pixels and 'b' of 10 x 10"),
     ],
 )
 def test_tasks_that_cannot_share_a_file(method, size, said):

@@ -35,8 +35,8 @@ def new_task(
     recipe = registry.get(method)
     chosen = recipe.with_options({**preset_options(preset, method), **options})
     rng = torch.Generator().manual_seed(seed)
-    first = dependencies.named(recipe, tasks, start) if start is not None else None
-    before = dependencies.chosen(recipe, tasks, borrow)
+    first = dependencies.get_earlier(recipe, tasks, start) if start is not None else None
+    before = dependencies.choose(recipe, tasks, borrow)
     transforms = registry.transforms(recipe, anatomy, chosen, rng, [task.transforms for task in before])
     owned = registry.owned(recipe, anatomy, chosen)
     kind, names, tensors, module = heads.plan_head(anatomy, classes, head, rng)
@@ -48,13 +48,13 @@ def new_task(
         head=kind,
         classes=names,
         preprocessing=dict(stated),
-        depends_on={task.name: dependencies.fingerprint(task) for task in before},
+        depends_on={task.name: dependencies.content_hash(task) for task in before},
     )
     task = Task(metadata, anatomy, transforms, {**owned, **tensors}, module)
     task.preset = preset or "default"
     if first is not None:
         task.start_from(first)
-    dependencies.hold(before)
+    dependencies.freeze(before)
     return task
 
 
@@ -75,10 +75,10 @@ def loaded_task(
     if filed.backbone != fingerprint:
         whose = f"{path} belongs to a backbone with fingerprint {filed.backbone[:12]}, this one has {fingerprint[:12]}"
         raise WrongBackboneError(f"{whose}: build the backbone with the weights that the task was made for")
-    before = dependencies.found(filed.metadata, tasks)
+    before = dependencies.find(filed.metadata, tasks)
     filed = archive.rename_dependencies(filed, [task.name for task in before])
     task = restore.restore_task(filed, anatomy, [task.transforms for task in before], head)
-    dependencies.hold(before)
+    dependencies.freeze(before)
     return task
 
 
