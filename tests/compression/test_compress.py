@@ -374,19 +374,7 @@ def test_a_task_of_another_store_into_a_new_one(command, place, tmp_path):
 
 
 def test_plain_weights_with_calibration_as_json(command):
-    more = [
-        "--calibrate",
-        "photos",
-        "--size",
-        "16",
-        "--steps",
-        "6",
-        "--batch",
-        "8",
-        "--rate",
-        "norms=1e-3",
-        "--json",
-    ]
+    more = ["--calibrate", "photos", "--size", "16", "--steps", "6", "--batch", "8", "--rate", "norms=1e-3", "--json"]
     code, out, err = command("bare.safetensors", "--task", "plain", "--store", "source", *more)
     report = json.loads(out)
     assert (code, err) == (0, "")

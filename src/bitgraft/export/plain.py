@@ -43,10 +43,9 @@ class Subject:
 
     def images(self, count: int) -> Tensor:
         """Return reproducible noise of the task's input size."""
-        first = next(self.net.backbone.parameters())
         shape = (count, self.preprocessing.channels, *self.preprocessing.size)
         images = torch.randn(shape, generator=torch.Generator().manual_seed(count))
-        return images.to(first.device, self.net.anatomy.dtype)
+        return images.to(self.net.anatomy.device, self.net.anatomy.dtype)
 
     def answer(self, images: Tensor) -> Tensor:
         """Return the task's scores in evaluation mode."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,14 +95,13 @@ def from_bytes(data: bytes | memoryview, source: str = "the task file") -> Archi
         given, data = data, aligned_room(len(data))
         data[:] = given
     about, tensors = container.decode(data, source)
-    sizes = {key: tensor.nbytes for key, tensor in tensors.items()}
+    version, sizes = about["format"], {key: tensor.nbytes for key, tensor in tensors.items()}
     metadata, shapes, head_layer = read_metadata(about, source)
-    found = description.take(tensors, len(metadata.classes or ()), source) if about["format"] > 2 else None
-    if about["format"] > 1:
+    found = description.take(tensors, len(metadata.classes or ()), source) if version > 2 else None
+    if version > 1:
         tensors = compact.unpack(tensors, about, shapes, source)
     tensors = _decode_masks(tensors, shapes, source)
-    fields = (metadata, about["backbone"], head_layer, shapes, about["metrics"], tensors, about["format"])
-    archive = Archive(*fields, sizes=sizes, description=found)
+    archive = Archive(metadata, about["backbone"], head_layer, shapes, about["metrics"], tensors, version, sizes, found)
     _check_parts(archive, source)
     return archive
 
@@ -111,7 +109,7 @@ def from_bytes(data: bytes | memoryview, source: str = "the task file") -> Archi
 def save(archive: Archive, path: str | Path, *, coded: bool = False) -> None:
     """Write the file atomically. All values must be finite."""
     for key, tensor in archive.tensors.items():
-        if not _is_finite(tensor):
+        if not tensor.isfinite().all():
             raise TaskError(
                 f"task {archive.metadata.name!r} is not saved: {key!r} has a NaN or an infinite value; "
                 "train it again, at lower rates if it diverged"
@@ -213,13 +211,6 @@ def stored_dtype(tensor: Tensor) -> torch.dtype:
     """Return float32 for narrower floats, which it holds exactly; other dtypes stay."""
     narrow = tensor.is_floating_point() and tensor.dtype != torch.float64
     return torch.float32 if narrow else tensor.dtype
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    if not tensor.is_floating_point():
-        return True
-    values = tensor.numpy()
-    return math.isfinite(np.vdot(values, values)) or bool(np.isfinite(values).all())  # the first is faster
 
 
 def _to_stored(key: str, tensor: Tensor) -> Tensor:

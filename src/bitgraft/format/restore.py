@@ -14,7 +14,6 @@ from bitgraft.format.metadata import Metadata
 from bitgraft.methods import registry
 from bitgraft.task import Task
 from bitgraft.transforms.base import Transform, Weight, strided_like
-from bitgraft.transforms.bits import packed_size
 
 DTYPES = dict.fromkeys(PACKED, torch.uint8) | {"levels": torch.int8}
 """Of parts that are not float32."""
@@ -89,14 +88,11 @@ def _fill(empty: Transform, name: str, weight: Tensor, parts: Mapping[str, Tenso
         expected = "nothing" if part in counters else DTYPES.get(part, torch.float32)
         if tensor.dtype != expected:
             raise CorruptError(f"the task file is corrupt: '{name}:{part}' is {tensor.dtype}, expected {expected}")
-        if part in PACKED and _has_padding(tensor, weight.numel()):
+        used = weight.numel() % 8  # bits of the last byte, 0 if all
+        if part in PACKED and used and int(tensor[-1]) >> used:
             raise CorruptError(f"the task file is corrupt: '{name}:{part}' has bits set after the last weight")
     empty.restore({part: tensor.to(weight.device) for part, tensor in {**parts, **counters}.items()})
     return empty
-
-
-def _has_padding(packed: Tensor, count: int) -> bool:
-    return count % 8 != 0 and packed.shape == (packed_size(count),) and int(packed[-1]) >> count % 8 != 0
 
 
 def _check_owned(
