@@ -27,8 +27,9 @@ def download(address: str, target: Path, limit: int, timeout: float = TIMEOUT, d
         with urllib.request.build_opener(_Redirects()).open(request, timeout=timeout) as response:
             _copy(response, target, shown, limit, time.monotonic() + deadline)
     except urllib.error.HTTPError as cause:
-        with cause:
-            raise SharingError(f"{shown} was not sent: the server returned {cause.code} {cause.reason}") from None
+        with cause:  # its reason may contain a redirect's address
+            status = f"{cause.code} {http.client.responses.get(cause.code, '')}".strip()
+            raise SharingError(f"{shown} was not sent: the server returned {status}") from None
     except SharingError:
         raise
     except (OSError, http.client.HTTPException, ValueError) as cause:
