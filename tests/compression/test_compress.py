@@ -1,4 +1,4 @@
-"""Compression of fine-tuned copies: what is found without data, and copies from wherever they come."""
+"""Compression of fine-tuned copies, with and without data, from every kind of source."""
 
 import json
 
@@ -22,31 +22,31 @@ from bitgraft.transforms.levels import Levels
 WIDE = 160  # so that the header of a file takes less than half a bit of each weight
 
 
-# What a layer takes in
+# Input means
 
 
 @pytest.mark.parametrize("groups", [1, 4, 8])
-def test_means_of_inputs_follow_from_what_norms_say(groups):
+def test_input_means_follow_from_norm_layers(groups):
     rng = torch.Generator().manual_seed(0)
     weight = Weight("w", torch.Size((24, 8 // groups, 3, 3)), "conv", groups)
     matrix = torch.randn(24, 8 // groups, generator=rng, dtype=torch.float64)
     mean = torch.rand(groups, 8 // groups, generator=rng, dtype=torch.float64)
-    told = (matrix * mean.repeat_interleave(24 // groups, 0)).sum(1)
-    found = solve_means(weight, matrix, told)
+    shift = (matrix * mean.repeat_interleave(24 // groups, 0)).sum(1)
+    found = solve_means(weight, matrix, shift)
     assert torch.zeros(weight.shape).add(found).shape == weight.shape
     expected = mean.repeat_interleave(24 // groups, 0) if groups > 1 else mean
     torch.testing.assert_close(found[:, :, 0, 0].double(), expected, rtol=0, atol=0.01)
 
 
-def test_where_norms_say_too_little_means_stay_near_the_guess():
+def test_underdetermined_means_stay_near_the_prior():
     weight = Weight("w", torch.Size((1, 50, 1, 1)), "conv")
     found = solve_means(weight, torch.ones(1, 50).double(), torch.tensor([30.0]).double())
     torch.testing.assert_close(found.flatten(), torch.full((50,), 0.6), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("moved", [True, False])
-def test_means_come_through_rounding_without_data(moved):
-    """Both kinds of copy: norms with statistics of the new data, and norms whose bias made up for the change."""
+def test_rounding_keeps_output_means_without_data(moved):
+    """Both kinds of copy: norms with new statistics, and norms whose bias absorbed the change."""
     net = Network(tiny(width=WIDE))
     rng = torch.Generator().manual_seed(5)
     images = 2 + 0.3 * batch(64)
@@ -75,7 +75,7 @@ def test_means_come_through_rounding_without_data(moved):
 
 
 def finetuned(net: Network, outputs: int = 4) -> dict[str, torch.Tensor]:
-    """The weights of a plain module that was fine-tuned, with a head of its own; then changed a good deal more."""
+    """The state dict of a fine-tuned module with its own head, plus noise."""
     net.add_task("made", classes=outputs, method="finetune")
     learn(net, "made", batch(8), steps=2)
     state = net.export("made").state_dict()
@@ -90,7 +90,7 @@ def net() -> Network:
     return Network(tiny(width=WIDE))
 
 
-def test_the_head_and_biases_are_the_copys_and_the_rest_is_near(net):
+def test_head_and_biases_are_copied_and_the_rest_is_close(net):
     before, state = snapshot(net.backbone), finetuned(net)
     made = compress(net, "small", state, bits=2)
     tensors = {name: tensor.detach() for name, tensor in made.task.tensors().items()}
@@ -110,7 +110,7 @@ def test_the_head_and_biases_are_the_copys_and_the_rest_is_near(net):
 
 
 @pytest.mark.parametrize("bits", [0.9, 2, 4])
-def test_the_file_has_the_size_asked_for_and_says_the_same(net, bits, tmp_path):
+def test_the_file_has_the_requested_size_and_the_same_outputs(net, bits, tmp_path):
     made = compress(net, "small", finetuned(net), ["a", "b", "c", "d"], bits=bits)
     said = run(net.eval(), batch(), task="small")
     net.save_task("small", tmp_path / "small.safetensors")
@@ -173,7 +173,7 @@ def test_copies_from_everywhere_give_the_same_task(net, source, tmp_path):
     torch.testing.assert_close(*answers, rtol=0, atol=5e-2 if source == "half" else 0)
 
 
-def test_a_task_behind_a_network_of_features_keeps_its_head(tmp_path):
+def test_a_linear_head_after_features_is_kept(tmp_path):
     class Features(nn.Sequential):
         num_classes = 0
 
@@ -344,7 +344,7 @@ def place(tmp_path_factory):
         ):
             assert exit_code(patch, *command) == 0
     (folder / "names.txt").write_text("blue\ngreen\n\nred\n")
-    save_file(load_file(folder / "plain.safetensors"), folder / "bare.safetensors")  # without what it says of itself
+    save_file(load_file(folder / "plain.safetensors"), folder / "bare.safetensors")  # without metadata
     return folder
 
 
@@ -378,7 +378,7 @@ def test_plain_weights_with_calibration_as_json(command):
     code, out, err = command("bare.safetensors", "--task", "plain", "--store", "source", *more)
     report = json.loads(out)
     assert (code, err) == (0, "")
-    assert report["classes"] == ["blue", "green", "red"]  # the data's, since the file states none
+    assert report["classes"] == ["blue", "green", "red"]  # from the data, since the file has none
     assert set(report["accuracy"]) == {"finetuned", "calibrated"}
     assert report["measured_on"] == "test"
     assert len(report["history"]) == 2
@@ -388,7 +388,7 @@ def test_plain_weights_with_calibration_as_json(command):
     assert report["accuracy"]["finetuned"] == pytest.approx(accuracy)
 
 
-def test_exported_weights_say_their_classes_and_size(command):
+def test_exported_weights_state_their_classes_and_size(command):
     assert command("plain.safetensors", "--task", "exported", "--store", "source", "--eval", "photos")[0] == 0
     metadata = Store("source").archive("exported").metadata
     assert metadata.classes == ("blue", "green", "red")
@@ -424,7 +424,7 @@ def test_data_of_other_classes_calibrates_but_does_not_measure(command, tmp_path
         ("source/colours --task t --store source --eval nothing-here", 1, "no data set at 'nothing-here'"),
     ],
 )
-def test_what_is_refused_leaves_no_trace(command, place, args, code, said):
+def test_a_refused_command_leaves_no_trace(command, place, args, code, said):
     before = sorted(str(path) for path in place.rglob("*"))
     result = command(*args.split())
     assert result[0] == code

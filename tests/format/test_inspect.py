@@ -1,4 +1,4 @@
-"""What `inspect` counts, against a task whose every number is known."""
+"""`inspect` against tasks whose contents are known."""
 
 import copy
 import json
@@ -89,14 +89,14 @@ def test_json_has_what_a_person_sees(tmp_path: Path) -> None:
     assert set(plain["layers"][0]["k2"]) == {"mean", "low", "high"}
 
 
-def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad").write_bytes(b"nothing")
     with pytest.raises(CorruptError):
         inspect_file(tmp_path / "bad")
 
 
 class Backwards(nn.Module):
-    """Made in another order than data goes; a mask that ends inside a byte; a head whose name says nothing."""
+    """Layers created in another order than they run, a mask that ends inside a byte, a head with an arbitrary name."""
 
     input_size = (3, 8, 8)
 
@@ -111,11 +111,11 @@ class Backwards(nn.Module):
 
 
 @pytest.mark.parametrize("classes", [5, 3])
-def test_counts_are_exact_and_layers_stand_in_the_order_of_data(classes: int, tmp_path: Path) -> None:
+def test_counts_are_exact_and_layers_are_in_forward_order(classes: int, tmp_path: Path) -> None:
     net = Network(Backwards().eval())
     net.add_task("t", classes=classes)
     net.save_task("t", tmp_path / "t")
-    for network in (net, Network(copy.deepcopy(net.backbone))):  # also once it was loaded and saved again
+    for network in (net, Network(copy.deepcopy(net.backbone))):  # a second network loads and saves it as well
         name = network.load_task(tmp_path / "t", name="again").name
         network.save_task(name, tmp_path / "again")
         found = inspect_file(tmp_path / "again")

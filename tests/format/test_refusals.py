@@ -1,4 +1,4 @@
-"""A file that is not whole, not ours or not meant for this network is refused, and nothing is changed by trying."""
+"""Damaged, foreign and mismatched files are refused, and a failed load changes nothing."""
 
 import contextlib
 import json
@@ -63,7 +63,7 @@ def crafted(edit: Callable[[Draft], Any], method: str = "full", head: Any = "aut
 
 
 def refuse(data: bytes, error: type[Exception], match: str, folder: Path, **loading: Any) -> None:
-    """Loading is refused with that sentence, and neither the network nor its backbone is changed."""
+    """Loading raises exactly this error, and changes neither the network nor its backbone."""
     net = network()
     net.add_task("other", classes=2)
     before, state = net.fingerprint, {name: tensor.clone() for name, tensor in net.state_dict().items()}
@@ -95,7 +95,7 @@ def tensor(name: str, dtype: str, shape: list[int], data: bytes | None = None) -
 
 
 def stated(name: str, shape: list[int], *parts: str) -> Callable[[Draft], None]:
-    """One weight more, with its shape and as many bits as that takes."""
+    """Add a weight to `shapes`, with zeros for its packed parts."""
 
     def edit(draft: Draft) -> None:
         draft.about["shapes"][name] = shape
@@ -153,11 +153,11 @@ def test_a_wrong_backbone(tmp_path: Path) -> None:
         (struct.pack("<Q", 100_000) + b"[" * 100_000, "damaged, or not a task file"),
     ],
 )
-def test_files_that_are_no_task_files(data: bytes, match: str, tmp_path: Path) -> None:
+def test_files_that_are_not_task_files(data: bytes, match: str, tmp_path: Path) -> None:
     refuse(data, CorruptError, match, tmp_path)
 
 
-def test_what_is_no_file_at_all(tmp_path: Path) -> None:
+def test_paths_that_are_not_files(tmp_path: Path) -> None:
     net = network()
     for path, match in [
         (tmp_path / "missing", "cannot read .*missing: No such file"),
@@ -352,7 +352,7 @@ def test_classes_and_kinds_of_head_that_do_not_go_together(tmp_path: Path) -> No
         (lambda d: d.beside.update(format="pt"), CorruptError, "metadata of other tools"),
     ],
 )
-def test_faults_behind_a_right_checksum(edit: Any, error: type[Exception], match: str, tmp_path: Path) -> None:
+def test_faults_with_a_valid_checksum(edit: Any, error: type[Exception], match: str, tmp_path: Path) -> None:
     refuse(crafted(edit), error, match, tmp_path)
 
 
@@ -442,7 +442,7 @@ def test_headers_that_lie_about_tensors(tmp_path: Path, separators: tuple[str, s
 
 
 def test_a_header_may_be_written_otherwise(tmp_path: Path) -> None:
-    """Keys in another order and with spaces between: the same task, read by way of the same layout."""
+    """Another order of keys, and spaces between tokens."""
     draft, net = Draft(saved()), network()
     header = dict(reversed(draft.header().items()))
     (tmp_path / "file").write_bytes(draft.build(json.dumps(header).encode()))
@@ -461,8 +461,8 @@ def test_deeply_nested_metadata(tmp_path: Path) -> None:
     refuse(crafted(put("metrics", {"a": value})), CorruptError, "nested deeper than 32", tmp_path)
 
 
-def test_values_that_are_not_numbers_are_the_tasks_own_business(tmp_path: Path) -> None:
-    """A task that diverged is still that task: it is restored to the last bit, and shows in its outputs."""
+def test_values_that_are_not_finite_are_loaded(tmp_path: Path) -> None:
+    """A diverged task is restored to the last bit."""
     nan = struct.pack("<4f", math.nan, math.inf, -math.inf, 0.0)
     (tmp_path / "file").write_bytes(crafted(tensor("0.weight:k", "F32", [4], nan)))
     task = network().load_task(tmp_path / "file")

@@ -1,4 +1,4 @@
-"""A task that was saved and loaded is the same task, to the last bit, wherever that happens."""
+"""A saved and loaded task is the same to the last bit, in any process."""
 
 import dataclasses
 import hashlib
@@ -23,7 +23,7 @@ METHODS = bitgraft.method_names()
 
 
 def backbone(seed: int = 0) -> nn.Module:
-    """Seven conv weights short of whole bytes, batch and group norms, grouped and transposed convolutions."""
+    """Masks that end inside a byte, batch and group norms, grouped and transposed convolutions."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = nn.Sequential(
@@ -54,7 +54,7 @@ def images() -> Tensor:
 
 @torch.no_grad()
 def tinker(net: bitgraft.Network, task: bitgraft.Task, seed: int = 1) -> None:
-    """What training does to a task, without its cost: every learned value and every running statistic moves."""
+    """Change every learned value and running statistic, as training would."""
     rng = torch.Generator().manual_seed(seed)
     for role, parameter in task.roles():
         size = 2e-2 if role == "scores" else 0.3
@@ -191,7 +191,7 @@ def test_heads_of_every_kind(tmp_path: Path) -> None:
         assert same_outputs(net, other, name, name)
 
 
-def test_a_linear_head_behind_a_backbone_that_gives_features(tmp_path: Path) -> None:
+def test_a_linear_head_after_a_backbone_that_returns_features(tmp_path: Path) -> None:
     nets = [bitgraft.Network(backbone()[:-1].eval(), example=(2, 3, 8, 8), head=None) for _ in range(2)]
     task = nets[0].add_task("t", classes=CLASSES)
     tinker(nets[0], task)
@@ -301,7 +301,7 @@ class WithExtras(nn.Linear):
         return {"not": "a tensor"}
 
 
-def test_what_cannot_be_saved_says_so(tmp_path: Path) -> None:
+def test_tasks_that_cannot_be_saved(tmp_path: Path) -> None:
     net = network()
     task = net.add_task("t", classes=2)
     loop: list[object] = []
@@ -347,7 +347,7 @@ def test_the_order_of_metrics_does_not_show_in_the_bytes() -> None:
 
 
 def report(folder: str) -> None:
-    """Run in a fresh process: what this process makes and reads, as digests."""
+    """Run in a fresh process: print digests of the files it writes and the outputs it computes."""
     for method in METHODS:
         net = network()
         trained(net, "t", method)

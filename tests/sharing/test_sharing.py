@@ -1,4 +1,4 @@
-"""Task files that travel: whatever comes is checked first, and what is wrong leaves the store as it was."""
+"""Push and pull: files are checked first, and a failure leaves the store unchanged."""
 
 import hashlib
 import json
@@ -92,7 +92,7 @@ def contents(folder: str) -> dict[str, bytes]:
 def refuse(
     error: type[Exception], said: str, source: str, task: str | None = None, into: str = "theirs", **options
 ) -> str:
-    """Pulling fails with this sentence, and the store is as it was."""
+    """Pulling raises this error and leaves the store unchanged."""
     before = contents(into)
     with pytest.raises(error, match=said) as caught:
         install(fetch(source, task, **options), Store(into))
@@ -145,7 +145,7 @@ def test_a_hub_that_sends_other_bytes(shop, hub, monkeypatch):
     hub.send = lambda data: bytes(flipped)
     refuse(SharingError, "changed in transit: .* the Hub states", "hf:me/flowers")
     hub.send = lambda data: data
-    hub.repos["me/flowers"]["flowers.safetensors"] = bytes(flipped)  # changed there, with a checksum to match
+    hub.repos["me/flowers"]["flowers.safetensors"] = bytes(flipped)  # changed on the Hub itself
     refuse(CorruptError, "checksum", "hf:me/flowers")
     hub.repos["me/flowers"]["flowers.safetensors"] = good
     refuse(SharingError, "more than 0: raise --max-size", "hf:me/flowers", limit=100)
@@ -165,7 +165,7 @@ def test_which_file_of_a_repository(shop, hub):
 
 
 @pytest.mark.parametrize("repo", ["me/../you", "me", "me/a/b", "/etc/passwd", "me/--x", "me/a b", "me/ä"])
-def test_names_that_are_no_repository(shop, repo):
+def test_names_that_are_not_repositories(shop, repo):
     refuse(SharingError, "is not the name of a Hub repository", f"hf:{repo}")
     with pytest.raises(SharingError, match="is not the name of a Hub repository"):
         push(Store("ours"), "flowers", repo)
@@ -266,14 +266,14 @@ def test_from_a_folder(shop):
         install(fetch("ours/flowers.safetensors"), Store("theirs"))
     assert contents("theirs") == before
     refuse(SharingError, "there is no file or folder nowhere; for a repository", "nowhere")
-    Path("theirs/runs").mkdir(exist_ok=True)  # a folder, though it could be a repository's name
+    Path("theirs/runs").mkdir(exist_ok=True)  # a folder, not a repository
     refuse(SharingError, "theirs/runs has no task file", "theirs/runs")
     refuse(SharingError, "raise --max-size", "ours", limit=10)
     with pytest.raises(UnsafeNameError):
         install(fetch("ours"), Store("theirs"), "../flowers")
 
 
-def test_what_does_not_belong_in_the_store(shop):
+def test_tasks_that_do_not_fit_the_store(shop):
     refuse(WrongBackboneError, "pull it into a store of its backbone", "ours", into="wrong")
     archive = read_archive("ours/flowers.safetensors")
     Path("box").mkdir()
@@ -284,7 +284,7 @@ def test_what_does_not_belong_in_the_store(shop):
     evil.write_bytes(to_bytes(replace(archive, metadata=leaning)))
     refuse(MissingTaskError, "builds on task 'flowers', which the store at theirs does not have", "box")
     before = contents("ours")
-    with pytest.raises(MissingTaskError):  # one of that name is there, but not the one that is meant
+    with pytest.raises(MissingTaskError):  # same name, other content
         install(fetch("box"), Store("ours"), "new")
     assert contents("ours") == before
 

@@ -110,7 +110,7 @@ class _Masks(nn.Module):
     base: Tensor
     bits: Tensor
     k: Tensor
-    bit_values: Tensor
+    places: Tensor
 
     def __init__(self, base: Tensor, transforms: Sequence[nn.Module | None]) -> None:
         super().__init__()
@@ -127,11 +127,11 @@ class _Masks(nn.Module):
         self.register_buffer("base", base.reshape(self.shape))
         self.register_buffer("bits", bits)
         self.register_buffer("k", k)
-        self.register_buffer("bit_values", torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8))
+        self.register_buffer("places", torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8))
 
     def forward(self, task: Tensor) -> Tensor:
         packed = self.bits.index_select(0, task).reshape(-1, 1)
-        bits = (packed & self.bit_values).to(torch.bool).reshape(-1)[: self.base.numel()]
+        bits = (packed & self.places).to(torch.bool).reshape(-1)[: self.base.numel()]
         mask = bits.reshape(self.shape).to(self.base.dtype)
         k0, k1, k2, k3 = (k.reshape(self.channel) for k in self.k.index_select(0, task).squeeze(0).unbind(0))
         return (k0 * self.base + k1 + k2 * mask + k3 * self.base * mask).reshape(self.weight.shape)

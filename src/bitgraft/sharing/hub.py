@@ -63,9 +63,7 @@ def _api(repo: str) -> Iterator[Any]:
     except Exception as cause:  # includes those of the HTTP library, which depends on the version
         code = getattr(getattr(cause, "response", None), "status_code", None)
         if code is not None:
-            remedy = (
-                "log in with `hf auth login`, with a token that permits this" if code in (401, 403) else "try again"
-            )
+            remedy = "log in with `hf auth login`, with a token that has access" if code in (401, 403) else "try again"
             raise SharingError(f"the Hub refused the request for {repo} ({code}): {remedy}") from None
         message = SECRET.sub("…", str(cause).strip().partition("\n")[0])
         raise SharingError(f"request for {repo} to the Hub failed ({type(cause).__name__}: {message})") from None
