@@ -159,7 +159,7 @@ def test_copies_from_everywhere_give_the_same_task(net, source, tmp_path):
     copy.load_state_dict(state)
     given = {"module": copy, "state": state, "task": net.tasks["copy"]}.get(source, tmp_path / "copy")
     if source == "safetensors":
-        save_file(state, given)
+        save_file(state, given, {"format": "pt", "classes": "a, b"})  # another tool's metadata
     elif source == "prefixed torch file":
         torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in state.items()}, "epoch": 3}, given)
     elif source == "half":

@@ -43,15 +43,16 @@ def finetuned_task(
 
 
 def find_file(source: str | Path) -> tuple[str, dict[str, str]]:
-    """Return the path of a file or STORE/TASK, and the metadata that `bitgraft export` writes."""
+    """Return the path of a file or STORE/TASK, and its metadata if bitgraft wrote it."""
     path = Path(source)
     if not path.exists() and Store.exists(path.parent):
         path = Store(path.parent).file(path.name.removesuffix(SUFFIX))
     try:
         with safe_open(path, "pt") as file:
-            return str(path), file.metadata() or {}
+            metadata = file.metadata() or {}
     except Exception:  # not a safetensors file; reading it will raise a better error
-        return str(path), {}
+        metadata = {}
+    return str(path), metadata if "bitgraft" in metadata else {}
 
 
 def is_task_file(metadata: Mapping[str, str]) -> bool:
