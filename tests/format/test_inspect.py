@@ -52,6 +52,7 @@ def test_bytes_by_kind_add_up_to_the_file(tmp_path: Path) -> None:
     assert found.bytes["head"] == 4 * (5 * 64 + 5)
     assert found.bytes["weights"] == 0
     assert 0 < found.bytes["header"] < 10_000
+    assert found.bits_per_weight == 8 * (found.size - found.bytes["head"]) / found.weights
 
 
 @pytest.mark.parametrize("classes", [5, 64])
@@ -71,11 +72,6 @@ def test_other_methods_are_inspected_too(method: str, tmp_path: Path) -> None:
     assert all(layer.values > 0 for layer in found.layers)
     assert found.size == (tmp_path / "known.safetensors").stat().st_size
     json.dumps(found.plain(), allow_nan=False)
-
-
-def test_bits_per_weight_count_all_but_the_head(tmp_path: Path) -> None:
-    _, found = inspected(tmp_path)
-    assert found.bits_per_weight == 8 * (found.size - found.bytes["head"]) / found.weights
 
 
 def test_json_has_what_a_person_sees(tmp_path: Path) -> None:

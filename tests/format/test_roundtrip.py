@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import bitgraft
 from bitgraft.errors import BackboneError, MissingTaskError, TaskError
 from bitgraft.format import archive, restore
-from bitgraft.transforms.bits import pack
 
 torch.set_num_threads(1)
 CLASSES = ["señal \u2603", 'a "quoted" \\ name', "line\nbreak", "雪", ""]
@@ -390,16 +389,6 @@ def test_a_resnet50_task_takes_about_one_bit_per_weight(tmp_path: Path) -> None:
     assert (masked, norms) == (23_454_912, 4 * 26_560), figures
     assert size - head <= allowed, figures
     assert size - head >= masked // 8 + 4 * (norms + ks), figures
-
-
-def test_masks_take_an_eighth_of_a_byte_each_and_the_tail_is_zero() -> None:
-    task = network().add_task("t", classes=2)
-    filed = archive.pack_task(task, "0" * 64).tensors
-    for name, transform in task.transforms.items():
-        count = transform.weight.shape.numel()
-        assert filed[f"{name}:mask"].shape == (-(-count // 8),)
-        assert torch.equal(filed[f"{name}:mask"], pack(transform.mask()))
-    assert int(filed["0.weight:mask"][-1]) == (1 << 135 % 8) - 1
 
 
 if __name__ == "__main__":

@@ -117,8 +117,7 @@ def test_there_and_back_through_the_hub(shop, hub):
 
 def test_the_model_card_says_what_the_file_says(shop):
     store = Store("ours")
-    size = store.path("flowers").stat().st_size
-    text = model_card(store, "flowers", "me/flowers", store.archive("flowers"), size, "cc-by-4.0")
+    text = model_card(store, "flowers", "me/flowers", "cc-by-4.0")
     front = yaml.safe_load(text.split("---")[1])
     assert front == {
         "license": "cc-by-4.0",
@@ -126,7 +125,7 @@ def test_the_model_card_says_what_the_file_says(shop):
         "pipeline_tag": "image-classification",
         "tags": ["bitgraft"],
     }
-    assert "license" not in model_card(store, "flowers", "me/flowers", store.archive("flowers"), size)
+    assert "license" not in model_card(store, "flowers", "me/flowers")
     for said in ("| method | full |", "| accuracy | 87.5 % of test images |", store.fingerprint, "| classes | 3 |"):
         assert said in text
     assert "0. rose \\| red" in text

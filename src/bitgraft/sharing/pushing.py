@@ -6,8 +6,7 @@ from typing import Any
 from bitgraft import __version__
 from bitgraft.backbone.files import read_whole
 from bitgraft.errors import WrongBackboneError
-from bitgraft.format.archive import Archive, from_bytes
-from bitgraft.format.inspect import inspect_archive
+from bitgraft.format.archive import from_bytes
 from bitgraft.format.summary import accuracy
 from bitgraft.sharing import hub
 from bitgraft.store import Store
@@ -43,26 +42,25 @@ def push(
     hub.check_repo(repo)
     path = store.file(task)
     data = bytes(read_whole(path))
-    archive = from_bytes(data, str(path))
-    if archive.backbone != store.fingerprint:
+    if from_bytes(data, str(path)).backbone != store.fingerprint:
         raise WrongBackboneError(f"{path} was not pushed: it belongs to another backbone than its store")
     files = {path.name: data}
     if card:
-        files["README.md"] = model_card(store, task, repo, archive, len(data), licence).encode()
+        files["README.md"] = model_card(store, task, repo, licence).encode()
     return hub.upload(repo, files, f"bitgraft task {task}", private=private)
 
 
-def model_card(store: Store, task: str, repo: str, archive: Archive, size: int, licence: str | None = None) -> str:
+def model_card(store: Store, task: str, repo: str, licence: str | None = None) -> str:
     """Return README.md for a task's repository."""
-    backbone, metadata = store.backbone.name, archive.metadata
-    bits = inspect_archive(archive, size).bits_per(store.size.weights)
-    split, share = accuracy(archive.metrics)
+    summary, backbone = store.summary(task), store.backbone.name
+    metadata, bits = summary.metadata, summary.bits_per(store.size.weights)
+    split, share = accuracy(summary.metrics)
     rows = {
         "method": metadata.method,
         "classes": None if metadata.classes is None else len(metadata.classes),
         "accuracy": None if share is None else f"{100 * share:.1f} % of {split} images",
-        "backbone": f"{backbone}, fingerprint `{archive.backbone}`",
-        "size": f"{size / 1e6:.2f} MB; without the head {bits:.2f} bits per weight of the backbone",
+        "backbone": f"{backbone}, fingerprint `{summary.backbone}`",
+        "size": f"{summary.size / 1e6:.2f} MB; without the head {bits:.2f} bits per weight of the backbone",
         "input": json.dumps(dict(metadata.preprocessing)),
         "builds on": ", ".join(metadata.depends_on),
         "written by": f"bitgraft {__version__}",
