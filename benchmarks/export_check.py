@@ -66,7 +66,7 @@ def row(name: str) -> str:
     data = onnx_file.onnx_bytes(held)
     with torch.no_grad():
         equal = [torch.equal(call(images), expected) for call in (model, program)]
-    difference = onnx_file.agree(onnx_file.opened(data), {"images": images}, expected, name)
+    difference = onnx_file.check_scores(onnx_file.open_session(data), {"images": images}, expected, name)
     cells = [
         name,
         *("equal" if same else "DIFFERS" for same in equal),

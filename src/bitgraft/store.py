@@ -193,10 +193,10 @@ class Store:
 
     def check_replaceable(self, task: str) -> None:
         """Raise if other tasks build on this one, so that it must not be overwritten."""
-        from bitgraft.format.archive import content
+        from bitgraft.format.archive import content_hash
 
         try:
-            digest = content(self.archive(task))
+            digest = content_hash(self.archive(task))
         except (UnknownTaskError, ArchiveError):  # missing, or damaged, so no task can build on it
             return
         for name in self.names():

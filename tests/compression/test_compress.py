@@ -1,4 +1,4 @@
-"""Compression of fine-tuned copies: what is found without data, and copies from wherever they come."""
+"""Compression of fine-tuned copies, with and without data, from every kind of source."""
 
 import json
 
@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from bitgraft import BackboneError, Network, TaskError, compress
-from bitgraft.compression.distil import CALIBRATION, Unlabelled, softened
-from bitgraft.compression.input_means import solved
+from bitgraft.compression.distil import CALIBRATION, Unlabelled, distillation_loss
+from bitgraft.compression.input_means import solve_means
 from bitgraft.errors import ClassesError, WrongBackboneError
 from bitgraft.format.inspect import inspect_file
 from bitgraft.store import Store
@@ -22,31 +22,31 @@ from bitgraft.transforms.levels import Levels
 WIDE = 160  # so that the header of a file takes less than half a bit of each weight
 
 
-# What a layer takes in
+# Input means
 
 
 @pytest.mark.parametrize("groups", [1, 4, 8])
-def test_means_of_inputs_follow_from_what_norms_say(groups):
+def test_input_means_follow_from_norm_layers(groups):
     rng = torch.Generator().manual_seed(0)
     weight = Weight("w", torch.Size((24, 8 // groups, 3, 3)), "conv", groups)
     matrix = torch.randn(24, 8 // groups, generator=rng, dtype=torch.float64)
     mean = torch.rand(groups, 8 // groups, generator=rng, dtype=torch.float64)
-    told = (matrix * mean.repeat_interleave(24 // groups, 0)).sum(1)
-    found = solved(weight, matrix, told)
+    shift = (matrix * mean.repeat_interleave(24 // groups, 0)).sum(1)
+    found = solve_means(weight, matrix, shift)
     assert torch.zeros(weight.shape).add(found).shape == weight.shape
     expected = mean.repeat_interleave(24 // groups, 0) if groups > 1 else mean
     torch.testing.assert_close(found[:, :, 0, 0].double(), expected, rtol=0, atol=0.01)
 
 
-def test_where_norms_say_too_little_means_stay_near_the_guess():
+def test_underdetermined_means_stay_near_the_prior():
     weight = Weight("w", torch.Size((1, 50, 1, 1)), "conv")
-    found = solved(weight, torch.ones(1, 50).double(), torch.tensor([30.0]).double())
+    found = solve_means(weight, torch.ones(1, 50).double(), torch.tensor([30.0]).double())
     torch.testing.assert_close(found.flatten(), torch.full((50,), 0.6), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("moved", [True, False])
-def test_means_come_through_rounding_without_data(moved):
-    """Both kinds of copy: norms with statistics of the new data, and norms whose bias made up for the change."""
+def test_rounding_keeps_output_means_without_data(moved):
+    """Both kinds of copy: norms with new statistics, and norms whose bias absorbed the change."""
     net = Network(tiny(width=WIDE))
     rng = torch.Generator().manual_seed(5)
     images = 2 + 0.3 * batch(64)
@@ -75,7 +75,7 @@ def test_means_come_through_rounding_without_data(moved):
 
 
 def finetuned(net: Network, outputs: int = 4) -> dict[str, torch.Tensor]:
-    """The weights of a plain module that was fine-tuned, with a head of its own; then changed a good deal more."""
+    """The state dict of a fine-tuned module with its own head, plus noise."""
     net.add_task("made", classes=outputs, method="finetune")
     learn(net, "made", batch(8), steps=2)
     state = net.export("made").state_dict()
@@ -90,7 +90,7 @@ def net() -> Network:
     return Network(tiny(width=WIDE))
 
 
-def test_the_head_and_biases_are_the_copys_and_the_rest_is_near(net):
+def test_head_and_biases_are_copied_and_the_rest_is_close(net):
     before, state = snapshot(net.backbone), finetuned(net)
     made = compress(net, "small", state, bits=2)
     tensors = {name: tensor.detach() for name, tensor in made.task.tensors().items()}
@@ -110,7 +110,7 @@ def test_the_head_and_biases_are_the_copys_and_the_rest_is_near(net):
 
 
 @pytest.mark.parametrize("bits", [0.9, 2, 4])
-def test_the_file_has_the_size_asked_for_and_says_the_same(net, bits, tmp_path):
+def test_the_file_has_the_requested_size_and_the_same_outputs(net, bits, tmp_path):
     made = compress(net, "small", finetuned(net), ["a", "b", "c", "d"], bits=bits)
     said = run(net.eval(), batch(), task="small")
     net.save_task("small", tmp_path / "small.safetensors")
@@ -159,7 +159,7 @@ def test_copies_from_everywhere_give_the_same_task(net, source, tmp_path):
     copy.load_state_dict(state)
     given = {"module": copy, "state": state, "task": net.tasks["copy"]}.get(source, tmp_path / "copy")
     if source == "safetensors":
-        save_file(state, given)
+        save_file(state, given, {"format": "pt", "classes": "a, b"})  # another tool's metadata
     elif source == "prefixed torch file":
         torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in state.items()}, "epoch": 3}, given)
     elif source == "half":
@@ -173,7 +173,7 @@ def test_copies_from_everywhere_give_the_same_task(net, source, tmp_path):
     torch.testing.assert_close(*answers, rtol=0, atol=5e-2 if source == "half" else 0)
 
 
-def test_a_task_behind_a_network_of_features_keeps_its_head(tmp_path):
+def test_a_linear_head_after_features_is_kept(tmp_path):
     class Features(nn.Sequential):
         num_classes = 0
 
@@ -222,7 +222,7 @@ def test_copies_that_do_not_fit_are_refused_by_name(net, how, said):
 
 def test_other_refusals(net, tmp_path):
     state = finetuned(net)
-    with pytest.raises(ClassesError, match=r"'fc', has 4 outputs, but 3 classes were named"):
+    with pytest.raises(ClassesError, match=r"'fc', has 4 outputs, but 3 classes were given"):
         compress(net, "small", state, ["a", "b", "c"])
     compress(net, "small", state)
     with pytest.raises(TaskError, match="there is a task 'small' already"):
@@ -230,10 +230,10 @@ def test_other_refusals(net, tmp_path):
     with pytest.raises(TaskError, match="no option 'perr'; did you mean 'per'"):
         compress(net, "other", state, perr="channel")
     net.add_task("series", classes=4, method="adapters-series")
-    with pytest.raises(TaskError, match="'adapters-series', which adds layers"):
+    with pytest.raises(TaskError, match="method 'adapters-series' adds layers"):
         compress(net, "other", net.tasks["series"])
     elsewhere = Network(tiny(seed=3, width=WIDE))
-    with pytest.raises(TaskError, match="not one of this network's"):
+    with pytest.raises(TaskError, match="does not belong to this network"):
         compress(elsewhere, "other", net.tasks["small"])
     net.save_task("small", tmp_path / "small.safetensors")
     with pytest.raises(WrongBackboneError, match="fingerprint"):
@@ -259,7 +259,7 @@ def test_tied_weights_must_stay_tied():
     state = {name: tensor + 0.1 for name, tensor in net.backbone.state_dict().items()}
     del state["two.weight"]  # as safetensors' save_model has it
     assert compress(net, "small", state, bits=4).kept > 0.9
-    with pytest.raises(BackboneError, match=r"has 'two.weight' unlike 'one.weight'"):
+    with pytest.raises(BackboneError, match=r"'two.weight' and 'one.weight' differ in"):
         compress(net, "other", {**state, "two.weight": state["one.weight"] + 1})
 
 
@@ -287,7 +287,7 @@ def test_calibration_brings_answers_nearer_and_leaves_the_head(net):
         copy.fc = nn.Linear(WIDE, 4)
         copy.load_state_dict(state)
         wanted = copy.eval()(batch(24))
-        far = [softened(run(net.eval(), batch(24), task=name), wanted, 2.0) for name in ("first", "small")]
+        far = [distillation_loss(run(net.eval(), batch(24), task=name), wanted, 2.0) for name in ("first", "small")]
     assert far[1] < 0.8 * far[0]
     assert made.history[-1]["train_loss"] < made.history[0]["train_loss"]
     assert torch.equal(task.owned["fc.weight"], state["fc.weight"])
@@ -325,7 +325,7 @@ def test_soft_targets_against_the_definition():
     given, wanted = batch(5, 7), batch(5, 7, seed=2)
     p, q = ((scores / 3.0).double().softmax(1) for scores in (wanted, given))
     slow = 9.0 * (p * (p / q).log()).sum(1).mean()
-    assert float(softened(given, wanted, 3.0)) == pytest.approx(float(slow), rel=1e-5)
+    assert float(distillation_loss(given, wanted, 3.0)) == pytest.approx(float(slow), rel=1e-5)
 
 
 # The command
@@ -344,7 +344,7 @@ def place(tmp_path_factory):
         ):
             assert exit_code(patch, *command) == 0
     (folder / "names.txt").write_text("blue\ngreen\n\nred\n")
-    save_file(load_file(folder / "plain.safetensors"), folder / "bare.safetensors")  # without what it says of itself
+    save_file(load_file(folder / "plain.safetensors"), folder / "bare.safetensors")  # without metadata
     return folder
 
 
@@ -374,23 +374,11 @@ def test_a_task_of_another_store_into_a_new_one(command, place, tmp_path):
 
 
 def test_plain_weights_with_calibration_as_json(command):
-    more = [
-        "--calibrate",
-        "photos",
-        "--size",
-        "16",
-        "--steps",
-        "6",
-        "--batch",
-        "8",
-        "--rate",
-        "norms=1e-3",
-        "--json",
-    ]
+    more = ["--calibrate", "photos", "--size", "16", "--steps", "6", "--batch", "8", "--rate", "norms=1e-3", "--json"]
     code, out, err = command("bare.safetensors", "--task", "plain", "--store", "source", *more)
     report = json.loads(out)
     assert (code, err) == (0, "")
-    assert report["classes"] == ["blue", "green", "red"]  # the data's, since the file states none
+    assert report["classes"] == ["blue", "green", "red"]  # from the data, since the file has none
     assert set(report["accuracy"]) == {"finetuned", "calibrated"}
     assert report["measured_on"] == "test"
     assert len(report["history"]) == 2
@@ -400,7 +388,7 @@ def test_plain_weights_with_calibration_as_json(command):
     assert report["accuracy"]["finetuned"] == pytest.approx(accuracy)
 
 
-def test_exported_weights_say_their_classes_and_size(command):
+def test_exported_weights_state_their_classes_and_size(command):
     assert command("plain.safetensors", "--task", "exported", "--store", "source", "--eval", "photos")[0] == 0
     metadata = Store("source").archive("exported").metadata
     assert metadata.classes == ("blue", "green", "red")
@@ -429,14 +417,14 @@ def test_data_of_other_classes_calibrates_but_does_not_measure(command, tmp_path
         ("bare.safetensors --task ../t --store source", 1, "cannot be a task's name"),
         ("source/colors --task t --store source", 1, "has no task 'colors'; it has "),
         ("missing.pth --task t --store source", 1, "cannot read the weights missing.pth"),
-        ("bare.safetensors --task t --store source --classes a,b", 1, "has 3 outputs, but 2 classes were named"),
+        ("bare.safetensors --task t --store source --classes a,b", 1, "has 3 outputs, but 2 classes were given"),
         ("bare.safetensors --task t --store new --backbone own_net:other", 1, "have another shape"),
         ("bare.safetensors --task t --store source --backbone own_net:other", 1, "holds the tasks of one backbone"),
         ("source/colours --task t --store source --size 16", 1, "leave out --size"),
         ("source/colours --task t --store source --eval nothing-here", 1, "no data set at 'nothing-here'"),
     ],
 )
-def test_what_is_refused_leaves_no_trace(command, place, args, code, said):
+def test_a_refused_command_leaves_no_trace(command, place, args, code, said):
     before = sorted(str(path) for path in place.rglob("*"))
     result = command(*args.split())
     assert result[0] == code

@@ -1,4 +1,4 @@
-"""Tasks as files for other tools: the scores are the task's, also where bitgraft is not installed."""
+"""Exported files give the task's scores, also without bitgraft."""
 
 import io
 import json
@@ -58,7 +58,7 @@ assert not any(name.startswith("bitgraft") for name in sys.modules)
 
 
 def taught(backbone: nn.Module, *shape: int, method: str = "full", classes=CLASSES, name="t", net=None) -> Network:
-    """A network with a task that has learned a little, and whose scores depend on the image."""
+    """A network with a slightly trained task whose scores depend on the image."""
     for layer in backbone.modules():
         if isinstance(layer, nn.BatchNorm2d):
             layer.momentum = 1.0  # statistics of the last batch, so that no layer is dead
@@ -73,7 +73,7 @@ def taught(backbone: nn.Module, *shape: int, method: str = "full", classes=CLASS
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """A second virtual environment: all that is installed here but bitgraft, without copies."""
+    """A second virtual environment: links to all installed packages except bitgraft."""
     folder = tmp_path_factory.mktemp("second")
     venv.create(folder / "env", with_pip=False, symlinks=True)
     (folder / "packages").mkdir()
@@ -101,7 +101,7 @@ def test_every_form_opens_without_bitgraft_and_gives_the_tasks_scores(environmen
     assert (done.stdout.split(), done.returncode) == (list(FAMILIES), 0), done.stderr
 
 
-def test_what_files_say_of_themselves():
+def test_metadata_of_files():
     subject = Subject(taught(tiny()), "t")
     model = onnx.load_from_string(onnx_file.onnx_bytes(subject))
     said = {entry.key: entry.value for entry in model.metadata_props}
@@ -124,7 +124,7 @@ def test_what_files_say_of_themselves():
 
 @pytest.mark.parametrize("method", [m for m in METHODS if m not in ("full", "adapters-joint")])
 def test_programs_of_every_method_are_exact(method):
-    """`program_bytes` itself compares; here with a further batch."""
+    """`program_bytes` already compares; this adds another batch size."""
     net = taught(tiny(), method=method)
     program = torch.export.load(io.BytesIO(plain.program_bytes(Subject(net, "t")))).module()
     assert torch.equal(run(program, batch(7)), run(net, batch(7), task="t"))
@@ -150,12 +150,12 @@ def test_scores_that_differ_are_refused(change, refused):
 
     if refused:
         with pytest.raises(ExportError, match=r"more than 0\.0001, so no file was written"):
-            onnx_file.agree(Session(), {}, expected, "task 't'")
+            onnx_file.check_scores(Session(), {}, expected, "task 't'")
     else:
-        assert onnx_file.agree(Session(), {}, expected, "task 't'") == pytest.approx(change, rel=1e-2)
+        assert onnx_file.check_scores(Session(), {}, expected, "task 't'") == pytest.approx(change, rel=1e-2)
 
 
-def test_a_network_that_cannot_be_traced_is_a_sentence():
+def test_a_network_that_cannot_be_traced():
     class Moody(nn.Module):
         def forward(self, x):
             return x.mean((2, 3)) if x.sum() > 0 else x.amax((2, 3))
@@ -167,7 +167,7 @@ def test_a_network_that_cannot_be_traced_is_a_sentence():
 
 def reference(net: Network, name: str, images: torch.Tensor, width: int) -> torch.Tensor:
     scores = run(net, images, task=name)
-    return torch.cat([scores, torch.full((len(scores), width - scores.shape[1]), bundle.NOTHING)], 1)
+    return torch.cat([scores, torch.full((len(scores), width - scores.shape[1]), bundle.PADDING)], 1)
 
 
 def test_one_file_holds_many_tasks(tmp_path):
@@ -200,9 +200,9 @@ def test_one_file_holds_many_tasks(tmp_path):
 @pytest.mark.parametrize(
     ("method", "size", "said"),
     [
-        ("lora", 8, "is not made of masks and classes alone"),
-        ("finetune", 8, "outright, where 'a' has a mask for it"),
-        ("full", 10, "sees images of 8 x 8 pixels and 'b' of 10 x 10"),
+        ("lora", 8, "only tasks made of masks and classes"),
+        ("finetune", 8, "tasks 'b' and 'a' cannot share a file: one replaces"),
+        ("full", 10, "takes images of 8 x 8 pixels and 'b' of 10 x 10"),
     ],
 )
 def test_tasks_that_cannot_share_a_file(method, size, said):

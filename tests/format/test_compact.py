@@ -1,4 +1,4 @@
-"""Compact tasks, format 2: rounded once, then exact; small; and refused where they are damaged."""
+"""Compact tasks (format 2): rounded once, then exact; small; refused if damaged."""
 
 import dataclasses
 import json
@@ -19,9 +19,9 @@ from torch import nn
 import bitgraft
 from bitgraft.errors import CorruptError
 from bitgraft.format import archive
-from bitgraft.format.compact import gridded
+from bitgraft.format.compact import find_grid
 from bitgraft.format.inspect import inspect_file
-from bitgraft.format.rounding import to_grid
+from bitgraft.format.rounding import round_to_grid
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format-2.safetensors"
 FLOATS = st.floats(-1e4, 1e4, width=32, allow_subnormal=False)
@@ -30,20 +30,20 @@ FLOATS = st.floats(-1e4, 1e4, width=32, allow_subnormal=False)
 @given(arrays.arrays(np.float32, st.integers(1, 60), elements=FLOATS), st.floats(-1e3, 1e3, width=32))
 def test_a_grid_is_near_and_then_exact(values: Any, offset: float) -> None:
     row = torch.from_numpy(values + np.float32(offset))
-    rounded = to_grid(row)
+    rounded = round_to_grid(row)
     apart = float(row.max() - row.min())
     assert float((rounded - row).abs().max()) <= 0.51 * apart / 255 + float(row.abs().max()) * 2**-21
-    found = gridded(rounded.numpy())
+    found = find_grid(rounded.numpy())
     assert found is not None
     low, unit, steps = found
     again = np.full(len(row), low) if unit == 0 else low + unit * steps.astype(np.float64)
     assert np.array_equal(again.astype(np.float32), rounded.numpy())
 
 
-def test_what_is_on_no_grid_is_left_alone() -> None:
-    assert gridded(np.array([0.1, 0.2, 0.4, 0.7001], np.float32)) is None
-    assert gridded(np.array([1.0, np.nan], np.float32)) is None
-    assert gridded(np.arange(257, dtype=np.float32)) is None
+def test_values_off_any_grid_give_none() -> None:
+    assert find_grid(np.array([0.1, 0.2, 0.4, 0.7001], np.float32)) is None
+    assert find_grid(np.array([1.0, np.nan], np.float32)) is None
+    assert find_grid(np.arange(257, dtype=np.float32)) is None
 
 
 def backbone() -> nn.Module:
@@ -135,7 +135,7 @@ def network_of(path: Path) -> bitgraft.Network:
     ],
 )
 def test_bits_per_weight(name: str, per: str, most: float, tmp_path: Path) -> None:
-    """All of the file but the head, for each masked weight."""
+    """The size of the file without the head, per masked weight."""
     model = bitgraft.wide_resnet(28, 4, 10) if name == "wrn-28-4" else timm.create_model(name)
     net = bitgraft.Network(model.eval())
     task = net.add_task("t", classes=[f"class {i}" for i in range(10)], method="full", per=per)
@@ -175,7 +175,7 @@ def test_golden_bytes() -> None:
 
 
 def test_a_reader_written_from_the_specification(tmp_path: Path) -> None:
-    """docs/format.md, section Format 2, in so many words."""
+    """Follows docs/format.md, section Format 2, literally."""
     net = network(per="channel")
     bitgraft.compact(net.tasks["t"])
     net.save_task("t", tmp_path / "t")
@@ -245,12 +245,12 @@ def shorter(key: str) -> Any:
         lambda draft: draft.tensors.update({":norms": ("U8", [48], draft.tensors[":norms"][2])}),
     ],
 )
-def test_damage_behind_a_right_checksum_is_refused(edit: Any, tmp_path: Path) -> None:
+def test_damage_with_a_valid_checksum_is_refused(edit: Any, tmp_path: Path) -> None:
     net = network(per="channel")
     bitgraft.compact(net.tasks["t"])
     net.save_task("t", tmp_path / "t")
     draft = Draft((tmp_path / "t").read_bytes())
     edit(draft)
     (tmp_path / "bad").write_bytes(draft.build())
-    with pytest.raises(CorruptError, match=r"bad: .* not usable"):
+    with pytest.raises(CorruptError, match=r"bad is corrupt: "):
         network_of(tmp_path / "bad")

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from drafts import Draft
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -73,7 +74,7 @@ def test_damage_is_refused_or_gives_other_bytes_and_never_anything_else(seed, pl
 @pytest.mark.parametrize("cut", [0, 1, 512, 513, 520, -1, -2])
 def test_what_is_cut_short_is_refused(cut):
     data = np.packbits(np.random.default_rng(1).random(8 * 5000) < 0.8)
-    with pytest.raises(ValueError, match="it"):
+    with pytest.raises(ValueError, match=r"short|end|odd number"):
         entropy_coding.decode(entropy_coding.encode(data)[:cut], len(data))
 
 
@@ -85,7 +86,7 @@ def test_another_count_is_refused(count):
 
 
 def test_a_count_that_no_file_has_is_refused_before_memory_is_asked_for():
-    with pytest.raises(ValueError, match="more than it could"):
+    with pytest.raises(ValueError, match="cannot be coded"):
         entropy_coding.decode(entropy_coding.encode(np.zeros(9, np.uint8)), 1 << 60)
 
 
@@ -130,28 +131,25 @@ def test_a_coded_file_is_the_same_task_in_fewer_bytes(tmp_path):
         assert torch.equal(other(image, task="t"), net(image, task="t"))
 
 
+CODED = "1.weight:mask.rans"
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        lambda tensors: tensors.update({"1.weight:mask": torch.zeros(4608, dtype=torch.uint8)}),
-        lambda tensors: tensors.update({"1.weight:mask.rans": tensors["1.weight:mask.rans"][:-1]}),
-        lambda tensors: tensors.update({"1.weight:mask.rans": tensors["1.weight:mask.rans"].float()}),
-        lambda tensors: tensors.update({"1.weight:mask.rans": tensors["1.weight:mask.rans"][None]}),
-        lambda tensors: tensors.update({"2.weight:mask.rans": tensors.pop("1.weight:mask.rans")}),
+        lambda data: {"1.weight:mask": ("U8", [4608], bytes(4608)), CODED: ("U8", [len(data)], data)},
+        lambda data: {CODED: ("U8", [len(data) - 1], data[:-1])},
+        lambda data: {CODED: ("F32", [600], bytes(2400))},
+        lambda data: {CODED: ("U8", [1, len(data)], data)},
+        lambda data: {"2.weight:mask.rans": ("U8", [len(data)], data)},
     ],
+    ids=["both forms", "cut", "dtype", "shape", "no shape in the metadata"],
 )
-def test_coded_masks_that_are_wrong_are_refused(change, monkeypatch):
-    packed = dense(network())
-    code = archive._coded
-
-    def wrong(tensors):
-        found = code(tensors)
-        change(found)
-        return found
-
-    monkeypatch.setattr(archive, "_coded", wrong)
-    with pytest.raises(CorruptError, match=r"mask.rans' is not usable"):
-        archive.from_bytes(archive.to_bytes(packed, coded=True))
+def test_coded_masks_that_are_wrong_are_refused(change):
+    draft = Draft(archive.to_bytes(dense(network()), coded=True))
+    draft.tensors.update(change(draft.tensors.pop(CODED)[2]))
+    with pytest.raises(CorruptError, match=r"cannot decode '\d.weight:mask.rans'"):
+        archive.from_bytes(draft.build())
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -161,11 +159,11 @@ def test_steps_come_back_and_take_about_their_entropy(compiled, monkeypatch):
     rng = np.random.default_rng(0)
     sizes = ((40_000, 0.4), (9, 2.0), (0, 1.0), (3000, 0.0), (500, 60.0))
     groups = [np.clip(np.round(rng.normal(size=n) * s), -127, 127).astype(np.int8) for n, s in sizes]
-    coded = entropy_coding.encode_steps(groups)
-    assert np.array_equal(entropy_coding.decode_steps(coded, [len(g) for g in groups]), np.concatenate(groups))
+    coded = entropy_coding.encode_levels(groups)
+    assert np.array_equal(entropy_coding.decode_levels(coded, [len(g) for g in groups]), np.concatenate(groups))
     _, counts = np.unique(groups[0], return_counts=True)
     entropy = -(counts * np.log2(counts / counts.sum())).sum() / 8
     assert entropy < len(coded) < 1.03 * entropy + 1500
     for broken in (coded[:40], coded[:-2], np.concatenate([coded, coded[:2]])):
         with pytest.raises(ValueError, match=r"too short|too early|where it should"):
-            entropy_coding.decode_steps(broken, [len(g) for g in groups])
+            entropy_coding.decode_levels(broken, [len(g) for g in groups])

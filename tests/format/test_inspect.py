@@ -1,4 +1,4 @@
-"""What `inspect` counts, against a task whose every number is known."""
+"""`inspect` against tasks whose contents are known."""
 
 import copy
 import json
@@ -52,6 +52,7 @@ def test_bytes_by_kind_add_up_to_the_file(tmp_path: Path) -> None:
     assert found.bytes["head"] == 4 * (5 * 64 + 5)
     assert found.bytes["weights"] == 0
     assert 0 < found.bytes["header"] < 10_000
+    assert found.bits_per_weight == 8 * (found.size - found.bytes["head"]) / found.weights
 
 
 @pytest.mark.parametrize("classes", [5, 64])
@@ -73,11 +74,6 @@ def test_other_methods_are_inspected_too(method: str, tmp_path: Path) -> None:
     json.dumps(found.plain(), allow_nan=False)
 
 
-def test_bits_per_weight_count_all_but_the_head(tmp_path: Path) -> None:
-    _, found = inspected(tmp_path)
-    assert found.bits_per_weight == 8 * (found.size - found.bytes["head"]) / found.weights
-
-
 def test_json_has_what_a_person_sees(tmp_path: Path) -> None:
     _, found = inspected(tmp_path, classes=["round", "square"])
     plain = json.loads(json.dumps(found.plain(), allow_nan=False))
@@ -89,14 +85,14 @@ def test_json_has_what_a_person_sees(tmp_path: Path) -> None:
     assert set(plain["layers"][0]["k2"]) == {"mean", "low", "high"}
 
 
-def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad").write_bytes(b"nothing")
     with pytest.raises(CorruptError):
         inspect_file(tmp_path / "bad")
 
 
 class Backwards(nn.Module):
-    """Made in another order than data goes; a mask that ends inside a byte; a head whose name says nothing."""
+    """Layers created in another order than they run, a mask that ends inside a byte, a head with an arbitrary name."""
 
     input_size = (3, 8, 8)
 
@@ -111,11 +107,11 @@ class Backwards(nn.Module):
 
 
 @pytest.mark.parametrize("classes", [5, 3])
-def test_counts_are_exact_and_layers_stand_in_the_order_of_data(classes: int, tmp_path: Path) -> None:
+def test_counts_are_exact_and_layers_are_in_forward_order(classes: int, tmp_path: Path) -> None:
     net = Network(Backwards().eval())
     net.add_task("t", classes=classes)
     net.save_task("t", tmp_path / "t")
-    for network in (net, Network(copy.deepcopy(net.backbone))):  # also once it was loaded and saved again
+    for network in (net, Network(copy.deepcopy(net.backbone))):  # a second network loads and saves it as well
         name = network.load_task(tmp_path / "t", name="again").name
         network.save_task(name, tmp_path / "again")
         found = inspect_file(tmp_path / "again")

@@ -1,4 +1,4 @@
-"""A task that was saved and loaded is the same task, to the last bit, wherever that happens."""
+"""A saved and loaded task is the same to the last bit, in any process."""
 
 import dataclasses
 import hashlib
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import bitgraft
 from bitgraft.errors import BackboneError, MissingTaskError, TaskError
 from bitgraft.format import archive, restore
-from bitgraft.transforms.bits import pack
 
 torch.set_num_threads(1)
 CLASSES = ["señal \u2603", 'a "quoted" \\ name', "line\nbreak", "雪", ""]
@@ -23,7 +22,7 @@ METHODS = bitgraft.method_names()
 
 
 def backbone(seed: int = 0) -> nn.Module:
-    """Seven conv weights short of whole bytes, batch and group norms, grouped and transposed convolutions."""
+    """Masks that end inside a byte, batch and group norms, grouped and transposed convolutions."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = nn.Sequential(
@@ -54,7 +53,7 @@ def images() -> Tensor:
 
 @torch.no_grad()
 def tinker(net: bitgraft.Network, task: bitgraft.Task, seed: int = 1) -> None:
-    """What training does to a task, without its cost: every learned value and every running statistic moves."""
+    """Change every learned value and running statistic, as training would."""
     rng = torch.Generator().manual_seed(seed)
     for role, parameter in task.roles():
         size = 2e-2 if role == "scores" else 0.3
@@ -191,7 +190,7 @@ def test_heads_of_every_kind(tmp_path: Path) -> None:
         assert same_outputs(net, other, name, name)
 
 
-def test_a_linear_head_behind_a_backbone_that_gives_features(tmp_path: Path) -> None:
+def test_a_linear_head_after_a_backbone_that_returns_features(tmp_path: Path) -> None:
     nets = [bitgraft.Network(backbone()[:-1].eval(), example=(2, 3, 8, 8), head=None) for _ in range(2)]
     task = nets[0].add_task("t", classes=CLASSES)
     tinker(nets[0], task)
@@ -206,7 +205,7 @@ def test_a_head_module_must_be_like_the_one_saved_and_is_left_alone_otherwise(tm
     net.save_task("t", tmp_path / "t")
     for wrong in (nn.Linear(3, 5), nn.Sequential(nn.Linear(3, 2)), nn.Linear(3, 2, bias=False)):
         before = {name: tensor.clone() for name, tensor in wrong.state_dict().items()}
-        with pytest.raises(TaskError, match="head module does not fit"):
+        with pytest.raises(TaskError, match="head module does not match"):
             net.load_task(tmp_path / "t", name="other", head=wrong)
         assert all(torch.equal(tensor, before[name]) for name, tensor in wrong.state_dict().items())
     with pytest.raises(TaskError, match="pass one like it"):
@@ -221,7 +220,7 @@ def test_a_head_module_that_the_task_does_not_need_is_refused(
     net = network()
     net.add_task("t", head=head, classes=classes)
     net.save_task("t", tmp_path / "t")
-    with pytest.raises(TaskError, match=r"not saved with a head module of its own.*load it without head="):
+    with pytest.raises(TaskError, match=r"has no head module .*load it without head="):
         net.load_task(tmp_path / "t", name="other", head=nn.Linear(3, 4))
     assert set(net.tasks) == {"t"}
 
@@ -256,18 +255,18 @@ def test_packnet_tasks_load_in_their_order_and_only_on_the_right_ones(tmp_path: 
     assert list(third.tasks) == ["a"]
 
 
-def test_what_a_task_depends_on_is_known_by_weights_and_not_by_its_head(tmp_path: Path) -> None:
-    net = network()
-    first = archive.pack_task(trained(net, "a", "packnet"), "")
-    weights = {key: t for key, t in first.tensors.items() if ":" in key}
-    assert archive.content(dataclasses.replace(first, tensors=weights)) == archive.content(first)
-    changed = dict(first.tensors, **{"0.weight:values": first.tensors["0.weight:values"] + 1})
-    assert archive.content(dataclasses.replace(first, tensors=changed)) != archive.content(first)
-    other_base = dataclasses.replace(first.metadata, depends_on={"z": "0" * 64})
-    assert archive.content(dataclasses.replace(first, metadata=other_base)) != archive.content(first)
-    named = dataclasses.replace(other_base, name="y", depends_on={"x": "0" * 64})
-    one, other = (archive.content(dataclasses.replace(first, metadata=metadata)) for metadata in (other_base, named))
-    assert one == other, "names are no part of it, so tasks may be loaded under others"
+def test_the_content_hash_covers_weights_and_dependencies_but_no_head_and_no_names() -> None:
+    first = archive.pack_task(trained(network(), "a", "packnet"), "")
+
+    def content_hash(**changes: object) -> str:
+        return archive.content_hash(dataclasses.replace(first, **changes))
+
+    assert content_hash(tensors={key: t for key, t in first.tensors.items() if ":" in key}) == content_hash()
+    values = first.tensors["0.weight:values"] + 1
+    assert content_hash(tensors={**first.tensors, "0.weight:values": values}) != content_hash()
+    dependent = dataclasses.replace(first.metadata, depends_on={"z": "0" * 64})
+    renamed = dataclasses.replace(dependent, name="y", depends_on={"x": "0" * 64})
+    assert content_hash(metadata=dependent) == content_hash(metadata=renamed) != content_hash()
 
 
 def test_a_backbone_without_values_is_refused_and_parts_go_where_the_backbone_is(tmp_path: Path) -> None:
@@ -301,7 +300,7 @@ class WithExtras(nn.Linear):
         return {"not": "a tensor"}
 
 
-def test_what_cannot_be_saved_says_so(tmp_path: Path) -> None:
+def test_tasks_that_cannot_be_saved(tmp_path: Path) -> None:
     net = network()
     task = net.add_task("t", classes=2)
     loop: list[object] = []
@@ -314,7 +313,7 @@ def test_what_cannot_be_saved_says_so(tmp_path: Path) -> None:
         with pytest.raises(TaskError, match="task 't': preprocessing and metrics must be plain JSON"):
             net.save_task("t", tmp_path / "t")
     net.add_task("extra", head=WithExtras(3, 2))
-    with pytest.raises(TaskError, match="cannot be saved"):
+    with pytest.raises(TaskError, match="cannot save"):
         net.save_task("extra", tmp_path / "t")
     model = nn.Sequential()
     model.add_module("a:b", nn.Conv2d(3, 2, 8))
@@ -347,7 +346,7 @@ def test_the_order_of_metrics_does_not_show_in_the_bytes() -> None:
 
 
 def report(folder: str) -> None:
-    """Run in a fresh process: what this process makes and reads, as digests."""
+    """Run in a fresh process: print digests of the files it writes and the outputs it computes."""
     for method in METHODS:
         net = network()
         trained(net, "t", method)
@@ -390,16 +389,6 @@ def test_a_resnet50_task_takes_about_one_bit_per_weight(tmp_path: Path) -> None:
     assert (masked, norms) == (23_454_912, 4 * 26_560), figures
     assert size - head <= allowed, figures
     assert size - head >= masked // 8 + 4 * (norms + ks), figures
-
-
-def test_masks_take_an_eighth_of_a_byte_each_and_the_tail_is_zero() -> None:
-    task = network().add_task("t", classes=2)
-    filed = archive.pack_task(task, "0" * 64).tensors
-    for name, transform in task.transforms.items():
-        count = transform.weight.shape.numel()
-        assert filed[f"{name}:mask"].shape == (-(-count // 8),)
-        assert torch.equal(filed[f"{name}:mask"], pack(transform.mask()))
-    assert int(filed["0.weight:mask"][-1]) == (1 << 135 % 8) - 1
 
 
 if __name__ == "__main__":

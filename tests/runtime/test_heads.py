@@ -141,9 +141,9 @@ def test_a_head_module_takes_the_last_layers_place_or_stands_behind_the_features
     assert not torch.equal(run(net, x, task="t"), answer)
 
     net.save_task("t", tmp_path / "t.safetensors")
-    with pytest.raises(TaskError, match=r"head module of its own: pass one like it, load_task\(path, head=\.\.\.\)"):
+    with pytest.raises(TaskError, match=r"with a head module: pass one like it, load_task\(path, head=\.\.\.\)"):
         net.load_task(tmp_path / "t.safetensors", name="again")
-    with pytest.raises(TaskError, match="does not fit"):
+    with pytest.raises(TaskError, match="does not match"):
         net.load_task(tmp_path / "t.safetensors", name="again", head=Mapped(outputs=5))
     net.load_task(tmp_path / "t.safetensors", name="again", head=Mapped())
     assert torch.equal(run(net, x, task="again"), run(net, x, task="t"))

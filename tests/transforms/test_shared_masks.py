@@ -30,7 +30,7 @@ from bitgraft.errors import (
 from bitgraft.export.bundle import bundle_bytes
 from bitgraft.format import archive
 from bitgraft.format.inspect import inspect_file
-from bitgraft.sharing.pulling import enter, fetch
+from bitgraft.sharing.pulling import fetch, install
 from bitgraft.store import Backbone, Store
 from bitgraft.training.presets import QUICK
 from bitgraft.transforms.base import Weight
@@ -185,7 +185,7 @@ def test_frozen_saved_and_loaded_it_is_the_same_to_the_last_bit(dtype, options, 
     assert torch.equal(run(again, images, task="new"), learning)
     assert again.tasks["new"].bits() == net.tasks["new"].bits()
     saved = read_archive(tmp_path / "new")
-    assert archive.content(archive.pack_task(again.tasks["new"], "")) == archive.content(saved)
+    assert archive.content_hash(archive.pack_task(again.tasks["new"], "")) == archive.content_hash(saved)
     assert again.tasks["new"].metadata == saved.metadata == net.tasks["new"].metadata
     assert torch.equal(again.export("new")(images), learning)
     assert torch.equal(run(copy.deepcopy(again), images, task="new"), learning)
@@ -221,7 +221,7 @@ def test_the_file_names_what_it_leans_on_and_is_refused_without(tmp_path):
     metadata = read_archive(tmp_path / "new").metadata
     assert list(metadata.depends_on) == ["zebra", "ant"], "in the order of the k, not of the alphabet"
     for name, digest in metadata.depends_on.items():
-        assert digest == archive.content(read_archive(tmp_path / name))
+        assert digest == archive.content_hash(read_archive(tmp_path / name))
     with pytest.raises(MissingTaskError, match="'new' builds on 'zebra', 'ant', not here"):
         again.load_task(tmp_path / "new")
     again.load_task(tmp_path / "ant")
@@ -320,14 +320,14 @@ def test_weights_that_an_earlier_task_has_outright_are_not_borrowed(tmp_path):
 @pytest.mark.parametrize(
     ("borrow", "method", "error", "said"),
     [
-        (["b"], "full", UnknownTaskError, "no task 'b' to take masks from; added are 'a', 'lora', 'pack'"),
+        (["b"], "full", UnknownTaskError, "no task 'b' to take masks from .known: 'a', 'lora', 'pack'"),
         (["original"], "full", UnknownTaskError, "no task 'original'"),
         (["new"], "full", UnknownTaskError, "no task 'new'"),
-        (["lora"], "full", TaskError, "'lora' is of method 'lora', which has no masks to borrow"),
-        (["pack"], "full", TaskError, "'pack' is of method 'packnet', which has no masks to borrow"),
+        (["lora"], "full", TaskError, "'lora' has method 'lora', which has no masks to borrow"),
+        (["pack"], "full", TaskError, "'pack' has method 'packnet', which has no masks to borrow"),
         (["a", "a"], "full", TaskError, "the same masks more than once"),
-        (["a"], "simple", TaskError, "method 'simple' takes no masks of earlier tasks; full does"),
-        (["a"], "packnet", TaskError, "method 'packnet' takes no masks of earlier tasks"),
+        (["a"], "simple", TaskError, "method 'simple' cannot use masks of earlier tasks: use full"),
+        (["a"], "packnet", TaskError, "method 'packnet' cannot use masks of earlier tasks"),
     ],
 )
 def test_what_cannot_be_borrowed(borrow, method, error, said):
@@ -396,7 +396,7 @@ def test_in_a_batch_of_several_tasks_with_weights_kept_for_one():
 
 def test_it_does_not_go_into_a_bundle_of_masks():
     net = with_borrower("a")
-    with pytest.raises(ExportError, match=r"'new' .* is not made of masks and classes alone"):
+    with pytest.raises(ExportError, match=r"'new' .* only tasks made of masks and classes"):
         bundle_bytes(net, ["a", "new"])
 
 
@@ -437,7 +437,7 @@ def test_starting_and_borrowing_together():
         ("b", {}, UnknownTaskError, "no task 'b'"),
         ("a", {"per": "channel"}, TaskError, "one k per layer there and per channel here"),
         ("a", {"k1": 0.0}, TaskError, "k1 = .* where it is to stay 0 here"),
-        ("a", {"method": "simple"}, TaskError, "'simple' takes no masks"),
+        ("a", {"method": "simple"}, TaskError, "'simple' cannot use masks"),
         ("lora", {}, TaskError, "cannot start from 'lora', whose 'stem.weight' has no mask"),
         ("mixing", {}, TaskError, "cannot start from 'mixing', whose 'stem.weight' has no mask of its own"),
         ("outright", {}, TaskError, "cannot start from 'outright', whose 'stem.weight' has no mask"),
@@ -510,13 +510,13 @@ def test_between_stores(place):
     train(store, net, Request("photos", "new", "full", CONFIG, borrow=("a",)))
     other = Store.create("other", Backbone(NET), net)
     with pytest.raises(MissingTaskError, match="builds on task 'a', which the store at other does not have: pull"):
-        enter(fetch("store/new.safetensors"), other)
-    enter(fetch("store/a.safetensors"), other)
-    with pytest.raises(StoreError, match="builds on the task 'a' that is there: pass --as another name"):
-        enter(fetch("store/new.safetensors"), other, "a", overwrite=True)
-    enter(fetch("store/new.safetensors"), other)
+        install(fetch("store/new.safetensors"), other)
+    install(fetch("store/a.safetensors"), other)
+    with pytest.raises(StoreError, match="builds on the task 'a' that it would replace: pass --as another name"):
+        install(fetch("store/new.safetensors"), other, "a", overwrite=True)
+    install(fetch("store/new.safetensors"), other)
     with pytest.raises(StoreError, match="'a' cannot be replaced: 'new' builds on it"):
-        enter(fetch("store/b.safetensors"), other, "a", overwrite=True)
+        install(fetch("store/b.safetensors"), other, "a", overwrite=True)
     fresh = other.network()
     assert set(other.load(fresh, "new").metadata.depends_on) == {"a"}
 

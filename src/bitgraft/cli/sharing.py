@@ -58,7 +58,7 @@ def pull(
     """
     from bitgraft.errors import WrongBackboneError
     from bitgraft.network import Network
-    from bitgraft.sharing.pulling import enter, fetch
+    from bitgraft.sharing.pulling import fetch, install
     from bitgraft.store import Backbone, Store
 
     new = backbone is not None and not Store.exists(store)
@@ -76,7 +76,7 @@ def pull(
                 f"{asked.name} with these weights has {net.fingerprint[:12]}: no store was made"
             )
         Store.create(store, asked, net)
-    called, size = enter(fetched, Store(store), name, overwrite=overwrite), len(fetched.data)
+    called, size = install(fetched, Store(store), name, overwrite=overwrite), len(fetched.data)
     data: dict[str, object] = {"task": called, "store": store, "source": fetched.source, "sha256": fetched.sha256}
     data |= {"method": fetched.archive.metadata.method, "bytes": size}
     show(as_json, data, f"{called} is in {store}: {megabytes(size)}, SHA-256 {fetched.sha256}")

@@ -1,4 +1,4 @@
-"""A fine-tuned copy of a backbone as a task in few bits: without data, and calibrated where there are images."""
+"""Compress a fine-tuned copy of a backbone to a task, without data or calibrated on images."""
 
 import glob
 import math
@@ -13,8 +13,8 @@ from torch import Tensor
 from bitgraft.backbone.layers import COUNTER
 from bitgraft.compression.distil import CALIBRATION, calibrate
 from bitgraft.compression.input_means import input_means, output_scale
-from bitgraft.compression.source import Classes, Finetuned, opened, values
-from bitgraft.format.rounding import compact, meet
+from bitgraft.compression.source import Classes, Finetuned, finetuned_task, values
+from bitgraft.format.rounding import compact, fit_to_bits
 from bitgraft.methods import registry
 from bitgraft.network import Network
 from bitgraft.task import Task
@@ -25,26 +25,26 @@ from bitgraft.training.mean_shift_correction import levelled
 from bitgraft.transforms.levels import Levels
 
 METHOD, BITS = "full", 1.0
-ALIKE = 0.5  # below this cosine, a copy was hardly fine-tuned from the backbone
+SIMILAR = 0.5  # below this cosine, the copy was probably not fine-tuned from the backbone
 
 
 @dataclass
 class Compression:
-    """A compressed task, and how close it comes to the fine-tuned copy."""
+    """A compressed task, and how close it is to the fine-tuned copy."""
 
     task: Task
     kept: float
-    """The share of what fine-tuning changed in the transformed weights that the task has, by squared norm."""
+    """The share of the fine-tuned change of the transformed weights that is kept, by squared norm."""
     cosine: float
     """Between the transformed weights of the copy and of the backbone."""
     accuracy: dict[str, float] = field(default_factory=dict)
-    """Of the copy ("finetuned"), the task made without data ("compressed"), and "calibrated"; empty without data."""
+    """Of the copy ("finetuned") and of the task ("compressed", or "calibrated"); empty without test data."""
     history: list[dict[str, Any]] = field(default_factory=list)
     """One record per epoch of calibration."""
 
     @property
     def warnings(self) -> list[str]:
-        if self.cosine >= ALIKE:
+        if self.cosine >= SIMILAR:
             return []
         return [
             f"the copy's weights have little in common with the backbone's (cosine {self.cosine:.2f}): was it "
@@ -67,34 +67,34 @@ def compress(
     workers: int = 0,
     **options: Any,
 ) -> Compression:
-    """Add a task that is as close as possible to a fine-tuned copy of the backbone, in so many bits per weight.
+    """Add a task that is as close as possible to a fine-tuned copy of the backbone, at a given number of bits.
 
-    Each transformed weight changes by whole steps, most of them none, and norm layers by finer ones (method `full` with
-    `bits`). Their biases make up for what rounding does to the mean of each channel, found without data. The head and
-    whatever else the copy changed are copied. The task is frozen.
+    Each transformed weight changes by integer steps, mostly 0, and norm layers by finer ones (method `full` with
+    `bits`). Rounding shifts the mean of each channel; biases of norm layers correct that shift, which is computed
+    without data. The head and everything else that the copy changed are copied. The task is frozen.
 
     Args:
         finetuned: a task of the network, a module of the backbone's class or its state dict; or a file of plain
             weights, a task file, or "STORE/TASK".
-        classes: names in the order of the copy's outputs, if it does not state them.
-        preprocessing: if the copy does not state it; by default the backbone's.
-        calibrate_on: a Dataset of (image, anything): weights and norm layers are trained to give the copy's scores.
-        config: of this calibration.
-        bits: what the file takes for each transformed weight, head apart.
+        classes: names in the order of the copy's outputs, if the copy does not state them.
+        preprocessing: if the copy does not state it; the backbone's by default.
+        calibrate_on: a Dataset of (image, anything), on which weights and norm layers learn the copy's scores.
+        config: for the calibration.
+        bits: the size of the file without the head, per transformed weight.
         test: a Dataset of (image, label) on which the copy and the task are evaluated.
         **options: of method `full`.
     """
-    with opened(net, finetuned, classes, preprocessing) as copy:
-        made = _opened(net, name, copy, classes, {**options, "bits": bits})
+    with finetuned_task(net, finetuned, classes, preprocessing) as copy:
+        made = _add_task(net, name, copy, classes, {**options, "bits": bits})
 
-        def measure(what: str, task: str) -> None:
+        def measure(label: str, task: str) -> None:
             if test is not None:
-                made.accuracy[what] = evaluate(net, task, test, workers=workers)["accuracy"]
+                made.accuracy[label] = evaluate(net, task, test, workers=workers)["accuracy"]
 
         try:
             measure("finetuned", copy.name)
             if calibrate_on is not None:
-                meet(made.task)
+                fit_to_bits(made.task)
                 made.history = calibrate(net, name, copy.name, calibrate_on, config, callbacks, workers)
             compact(made.task)
             measure("compressed" if calibrate_on is None else "calibrated", name)
@@ -102,16 +102,16 @@ def compress(
         except BaseException:
             net.remove_task(name)
             raise
-    reached = {f"accuracy_{what}": value for what, value in made.accuracy.items()}
+    reached = {f"accuracy_{label}": value for label, value in made.accuracy.items()}
     made.task.metrics = {"compressed": {"kept": made.kept, **reached}}
-    if reached:  # "test" is how the task does now, as after training
+    if reached:  # "test" is the task's own accuracy, as after training
         made.task.metrics["test"] = {"accuracy": list(reached.values())[-1]}
     return made
 
 
 @torch.no_grad()
-def _opened(net: Network, name: str, copy: Task, classes: Classes | None, options: Mapping[str, Any]) -> Compression:
-    """The task that still has all of the copy's change, with biases that will follow the change as it is rounded."""
+def _add_task(net: Network, name: str, copy: Task, classes: Classes | None, options: Mapping[str, Any]) -> Compression:
+    """Add a task with the copy's weights, not yet rounded, and with mean-shift correction."""
     target, metadata = values(copy), copy.metadata
     head: Any = {"keep": "keep", "none": None, "module": deepcopy(copy.head)}.get(metadata.head, "auto")
     task = net.add_task(
@@ -134,12 +134,12 @@ def _opened(net: Network, name: str, copy: Task, classes: Classes | None, option
         ours = net.anatomy.tensor(part).detach()
         transform.scores.copy_(target[part] - ours)
         pairs.append((ours.double().flatten(), target[part].double().flatten()))
-    _follow(task, target)
+    _correct_mean_shift(task, target)
     return Compression(task.eval(), 1.0, _cosine(pairs))
 
 
-def _follow(task: Task, target: Mapping[str, Tensor]) -> None:
-    """Let biases of norm layers make up for what is left out of the change."""
+def _correct_mean_shift(task: Task, target: Mapping[str, Tensor]) -> None:
+    """Let biases of norm layers correct the mean shift of the part of the change that rounding drops."""
     means = input_means(task, levelled(task), target)
     for name, mean in means.items():
         change = (target[name] - task.anatomy.tensor(name).detach()) * mean
@@ -149,30 +149,28 @@ def _follow(task: Task, target: Mapping[str, Tensor]) -> None:
 
 
 def _cosine(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    product, ours, theirs = (
-        sum(float(a @ b) for a, b in some) for some in (pairs, [(w, w) for w, _ in pairs], [(t, t) for _, t in pairs])
-    )
-    scale = math.sqrt(ours * theirs)
-    return product / scale if scale else 1.0
+    product = sum(float(ours @ theirs) for ours, theirs in pairs)
+    squares = sum(float(ours @ ours) for ours, _ in pairs) * sum(float(theirs @ theirs) for _, theirs in pairs)
+    return product / math.sqrt(squares) if squares else 1.0
 
 
 def _kept(task: Task, target: Mapping[str, Tensor]) -> float:
     left = change = 0.0
     made, ours = task.tensors(), task.anatomy.tensors()
-    for name in (name for name, transform in task.transforms.items() if target[name].dim() > 1):
+    for name in (name for name in task.transforms if target[name].dim() > 1):
         left += float((target[name].double() - made[name].double()).square().sum())
         change += float((target[name].double() - ours[name].detach().double()).square().sum())
     return 1 - left / change if change else 1.0
 
 
 def _with_own(net: Network, target: Mapping[str, Tensor], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, with everything owned that the copy changed and method `full` would share, such as biases."""
+    """Add to the option `own` every tensor that the copy changed and method `full` would share, such as biases."""
     anatomy, method = net.anatomy, registry.get(METHOD)
     chosen = method.with_options(options)
     taken = {*registry.owned_names(method, anatomy, chosen), *anatomy.weights, *anatomy.head_names()}
     shared = {name: anatomy.tensor(name).detach() for name in anatomy.places if name not in taken}
     changed = [
-        glob.escape(name)  # a pattern that matches the name alone
+        glob.escape(name)  # `own` takes patterns
         for name, tensor in shared.items()
         if not name.endswith(COUNTER) and not torch.equal(tensor.to(target[name].dtype), target[name])
     ]

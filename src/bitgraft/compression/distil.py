@@ -1,4 +1,4 @@
-"""Calibration: a task learns to give the scores of the fine-tuned copy, without labels."""
+"""Calibration: a task learns the scores of the fine-tuned copy by distillation, without labels."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,25 +27,19 @@ CALIBRATION = PAPER.changed(
     warmup=0.1,
     statistics="kept",
 )
-"""Everything is near its goal already: small rates, and norm layers keep the copy's statistics."""
+"""The task starts close to the copy: rates are small, and norm layers keep the copy's statistics."""
 TEMPERATURE = 2.0
 
 
 def calibrate(
-    net: Network,
-    name: str,
-    teacher: str,
-    images: Any,
-    config: Config = CALIBRATION,
-    callbacks: Sequence[Callback] = (),
-    workers: int = 0,
+    net: Network, name: str, teacher: str, images: Any, config: Config, callbacks: Sequence[Callback], workers: int
 ) -> list[dict[str, Any]]:
-    """Train all of a task but its head to give another's scores."""
+    """Train a task, except for its head, to match another task's scores; return one record per epoch."""
     learned = list(net.tasks[name].roles())
     for role, parameter in learned:
         parameter.requires_grad_(role != "head")
     try:
-        data, loss = Unlabelled(images), soft_targets(net, teacher)
+        data, loss = Unlabelled(images), teacher_loss(net, teacher)
         result = fit(net, name, data, None, config, loss=loss, callbacks=callbacks, workers=workers, progress=False)
         return result.history
     finally:
@@ -54,7 +48,7 @@ def calibrate(
 
 
 class Unlabelled(Dataset[tuple[Tensor, Tensor]]):
-    """Images as their own targets: the loss asks the teacher for its scores."""
+    """Images as their own targets; the loss computes the teacher's scores from them."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -71,20 +65,20 @@ class Unlabelled(Dataset[tuple[Tensor, Tensor]]):
             self.data.set_epoch(epoch)
 
 
-def soft_targets(net: Network, teacher: str, temperature: float = TEMPERATURE) -> Loss:
-    """The distance to the teacher's answers: KL divergence of softened scores, or squared error for features."""
+def teacher_loss(net: Network, teacher: str) -> Loss:
+    """Return the loss against a teacher: distillation of class scores, or squared error of features."""
     classes = net.tasks[teacher].eval().classes
 
     def loss(output: Any, images: Tensor) -> Tensor:
         with torch.no_grad():
-            wanted = logits(net(to_device(images, images.device), task=teacher)).float()
-        given = logits(output).float()
-        return F.mse_loss(given, wanted) if classes is None else softened(given, wanted, temperature)
+            target = logits(net(to_device(images, images.device), task=teacher)).float()
+        student = logits(output).float()
+        return F.mse_loss(student, target) if classes is None else distillation_loss(student, target)
 
     return loss
 
 
-def softened(given: Tensor, wanted: Tensor, temperature: float) -> Tensor:
-    """T² KL(softmax(wanted / T) || softmax(given / T)), the mean over a batch (Hinton et al., 2015)."""
-    ours, theirs = F.log_softmax(given / temperature, 1), F.log_softmax(wanted / temperature, 1)
+def distillation_loss(student: Tensor, teacher: Tensor, temperature: float = TEMPERATURE) -> Tensor:
+    """T² KL(softmax(teacher / T) || softmax(student / T)), the mean over a batch (Hinton et al., 2015)."""
+    ours, theirs = F.log_softmax(student / temperature, 1), F.log_softmax(teacher / temperature, 1)
     return temperature**2 * F.kl_div(ours, theirs, reduction="batchmean", log_target=True)

@@ -1,10 +1,12 @@
-"""The mean of what a layer takes in, found without data: the norm layer behind it in the fine-tuned copy tells.
+"""Estimate the mean input of each layer without data, from the norm layers of the fine-tuned copy.
 
-Weights that are rounded shift the mean of their layer's output on every image alike, by their error times the mean of
-what comes in; most of what rounding costs is this. A norm layer whose statistics moved with the copy says T m = its
-running mean. One whose statistics are still the backbone's had its bias make up for the change D of the weights, so
-D m s = bias before - bias after, with s its scale. Either is a linear equation for each output channel. Where there are
-fewer of them than inputs, the solution stays near a guess.
+Rounding a weight shifts the mean of its layer's output by the rounding error times the mean input m, on every image
+alike; this is most of the damage. With T the copy's weights and D their change:
+
+- If the norm's statistics moved, T m = running mean.
+- If they are still the backbone's, the bias absorbed the change: D m s = old bias - new bias, with s the norm's scale.
+
+Either is one linear equation per output channel. With fewer equations than inputs, m stays near a prior.
 """
 
 from collections.abc import Mapping
@@ -16,40 +18,41 @@ from torch import Tensor
 from bitgraft.task import Task
 from bitgraft.transforms.base import Weight
 
-GUESS = 0.5  # of a mean; about that of a normal variable behind a ReLU
-NOISE = 0.03  # how far a norm's bias may have gone by itself, where the guess may be wrong by 1
+PRIOR = 0.5  # about the mean of a standard normal variable after ReLU
+NOISE = 0.03  # standard deviation of the equations, relative to that of the prior
 
 
 def input_means(task: Task, names: list[str], copy: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """For each weight a tensor that broadcasts against it."""
+    """Return the mean inputs of each named weight, in a shape that broadcasts against it."""
     found = {}
+    ours = task.anatomy.tensors()
     for name in names:
-        weight = task.anatomy.weights[name]
-        norm = {part: copy[f"{weight.feeds}.{part}"].double() for part in ("weight", "bias", "running_mean")}
-        scale = output_scale(task, name, copy)
-        ours = task.anatomy.tensors()
-        if torch.equal(ours[f"{weight.feeds}.running_mean"], copy[f"{weight.feeds}.running_mean"]):
+        weight, scale = task.anatomy.weights[name], output_scale(task, name, copy)
+        mean, bias = f"{weight.feeds}.running_mean", f"{weight.feeds}.bias"
+        if torch.equal(ours[mean], copy[mean]):
             matrix = copy[name].double() - ours[name].detach().double()
-            told = ours[f"{weight.feeds}.bias"].detach().double() - norm["bias"]
+            shift = ours[bias].detach().double() - copy[bias].double()
         else:
-            matrix, told = copy[name].double(), scale * norm["running_mean"]
-        found[name] = solved(weight, (matrix.flatten(2).sum(2) if matrix.dim() > 2 else matrix) * scale[:, None], told)
+            matrix, shift = copy[name].double(), scale * copy[mean].double()
+        if matrix.dim() > 2:
+            matrix = matrix.flatten(2).sum(2)
+        found[name] = solve_means(weight, matrix * scale[:, None], shift)
     return found
 
 
 def output_scale(task: Task, name: str, copy: Mapping[str, Tensor]) -> Tensor:
-    """What the norm behind a weight multiplies each channel by."""
+    """Return the factor that the norm after a weight applies to each channel."""
     layer = str(task.anatomy.weights[name].feeds)
     norm: Any = task.anatomy.backbone.get_submodule(layer)
     scale: Tensor = copy[f"{layer}.weight"].double() * (copy[f"{layer}.running_var"].double() + norm.eps).rsqrt()
     return scale
 
 
-def solved(weight: Weight, matrix: Tensor, told: Tensor) -> Tensor:
-    """The m nearest to the guess for which matrix m is as told, up to the noise: a ridge regression by group."""
+def solve_means(weight: Weight, matrix: Tensor, shift: Tensor) -> Tensor:
+    """Solve matrix m = shift by ridge regression towards the prior, for each group."""
     a = matrix.view(weight.groups, -1, matrix.shape[1])  # (groups, outputs, inputs)
-    left = told.view(weight.groups, -1, 1) - GUESS * a.sum(2, keepdim=True)
+    residual = shift.view(weight.groups, -1, 1) - PRIOR * a.sum(2, keepdim=True)
     system = a @ a.mT + NOISE**2 * torch.eye(a.shape[1], dtype=a.dtype, device=a.device)
-    mean = GUESS + (a.mT @ torch.linalg.solve(system, left)).squeeze(2)  # (groups, inputs)
+    mean = PRIOR + (a.mT @ torch.linalg.solve(system, residual)).squeeze(2)  # (groups, inputs)
     rows: Tensor = mean.repeat_interleave(a.shape[1], 0) if weight.groups > 1 else mean
     return rows.float().view(*rows.shape, *(1 for _ in weight.kernel))

@@ -1,4 +1,4 @@
-"""A fine-tuned copy of a backbone, wherever it comes from, as a task of method finetune that can run."""
+"""Load a fine-tuned copy of a backbone from any source, as a task of method finetune."""
 
 import json
 import secrets
@@ -20,44 +20,42 @@ from bitgraft.store import SUFFIX, Store
 from bitgraft.task import Task
 
 Finetuned = Task | nn.Module | Mapping[str, Tensor] | str | Path
-"""A task of the network, a module of the backbone's class, its state dict; or a file of plain weights, a task file, or
-STORE/TASK."""
+"""A task of the network, a module of the backbone's class or its state dict; or a file of plain weights, a task file,
+or STORE/TASK."""
 Classes = int | Sequence[str]
 
 
 @contextmanager
-def opened(
-    net: Network,
-    source: Finetuned,
-    classes: Classes | None = None,
-    preprocessing: Mapping[str, Any] | None = None,
+def finetuned_task(
+    net: Network, source: Finetuned, classes: Classes | None = None, preprocessing: Mapping[str, Any] | None = None
 ) -> Iterator[Task]:
-    """The fine-tuned copy as a task of the network, for as long as the context lasts."""
+    """Yield the fine-tuned copy as a task of the network, which is removed on exit if it was added here."""
     if isinstance(source, Task):
-        yield _checked(net, source, classes, f"task {source.name!r}")
+        yield _check(net, source, classes, f"task {source.name!r}")
         return
     name = f"copy-{secrets.token_hex(8)}"
     try:
         shown = str(source) if isinstance(source, str | Path) else "the fine-tuned copy"
-        yield _checked(net, _add(net, name, source, classes, preprocessing, shown), classes, shown)
+        yield _check(net, _add(net, name, source, classes, preprocessing, shown), classes, shown)
     finally:
         if name in net.tasks:
             net.remove_task(name)
 
 
-def file_of(source: str | Path) -> tuple[str, dict[str, str]]:
-    """The file that is meant, and its metadata (`bitgraft export` writes classes and preprocessing there)."""
+def find_file(source: str | Path) -> tuple[str, dict[str, str]]:
+    """Return the path of a file or STORE/TASK, and its metadata if bitgraft wrote it."""
     path = Path(source)
     if not path.exists() and Store.exists(path.parent):
         path = Store(path.parent).file(path.name.removesuffix(SUFFIX))
     try:
         with safe_open(path, "pt") as file:
-            return str(path), file.metadata() or {}
-    except Exception:  # not a safetensors file; whoever reads it will say so
-        return str(path), {}
+            metadata = file.metadata() or {}
+    except Exception:  # not a safetensors file; reading it will raise a better error
+        metadata = {}
+    return str(path), metadata if "bitgraft" in metadata else {}
 
 
-def is_task(metadata: Mapping[str, str]) -> bool:
+def is_task_file(metadata: Mapping[str, str]) -> bool:
     return set(metadata) == {"bitgraft"}
 
 
@@ -69,10 +67,10 @@ def _add(
     preprocessing: Mapping[str, Any] | None,
     shown: str,
 ) -> Task:
-    """Add the copy to the network: a task file as it is, weights as a task of method finetune."""
+    """Add the copy to the network: load a task file, or wrap weights in a task of method finetune."""
     if isinstance(source, str | Path):
-        path, metadata = file_of(source)
-        if is_task(metadata):
+        path, metadata = find_file(source)
+        if is_task_file(metadata):
             return net.load_task(path, name=name)
         classes = json.loads(metadata.get("classes", "null")) if classes is None else classes
         preprocessing = preprocessing or json.loads(metadata.get("preprocessing", "null"))
@@ -97,41 +95,39 @@ def _add(
 
 
 def _outputs(state: Mapping[str, Tensor], anatomy: Anatomy) -> int | None:
-    """How many outputs the copy's head has; the backbone's own number where the copy does not tell."""
+    """Return the number of outputs of the copy's head, or of the backbone's if the copy has none."""
     if anatomy.head is None:
         return None
     name = f"{anatomy.heads[0]}.weight"
     weight = state.get(name, anatomy.tensors().get(name))
     if weight is None or not weight.dim():
-        raise BackboneError(f"the head {anatomy.head!r} has no weight that says how many classes there are")
+        raise BackboneError(f"cannot tell the number of classes: the head {anatomy.head!r} has no weight")
     return len(weight)
 
 
 def _untied(state: Mapping[str, Tensor], anatomy: Anatomy, source: str) -> dict[str, Tensor]:
-    """The state under all names of tied tensors; a file may have one of them."""
+    """Return the state under all names of tied tensors, of which a file may have only one."""
     whole = dict(state)
     for places in anatomy.places.values():
         names = [f"{path}.{attribute}" if path else attribute for path, attribute in places]
         held = [name for name in names if name in state]
         for name in held[1:]:
             if not torch.equal(state[name], state[held[0]]):
-                raise BackboneError(f"{source} has {name!r} unlike {held[0]!r}, which are one tensor in the backbone")
+                raise BackboneError(f"{name!r} and {held[0]!r} differ in {source}, but are tied in the backbone")
         if held:
             whole |= dict.fromkeys(names, state[held[0]])
     return whole
 
 
-def _checked(net: Network, task: Task, classes: Classes | None, source: str) -> Task:
+def _check(net: Network, task: Task, classes: Classes | None, source: str) -> Task:
     if net.tasks.get(task.name) is not task:
-        raise TaskError(f"{source} is not one of this network's: load it there first")
+        raise TaskError(f"{source} does not belong to this network: load it there first")
     if any(transform.tail is not None for transform in task.transforms.values()):
-        raise TaskError(
-            f"{source} is of method {task.metadata.method!r}, which adds layers: only changed weights can be compressed"
-        )
+        raise TaskError(f"{source} cannot be compressed: its method {task.metadata.method!r} adds layers")
     odd = [name for name, tensor in values(task).items() if tensor.is_floating_point() and not tensor.isfinite().all()]
     if odd:
         raise BackboneError(
-            f"{source} has values that are not finite in {len(odd)} tensors, first {odd[0]!r}: its training went wrong"
+            f"{source} has values that are not finite in {len(odd)} tensors, first {odd[0]!r}: train it again"
         )
     _check_classes(classes, len(task.classes or ()), source)
     return task.eval()
@@ -141,13 +137,12 @@ def _check_classes(classes: Classes | None, outputs: int, source: str) -> None:
     names = class_names(classes)
     if names is not None and len(names) != outputs:
         raise ClassesError(
-            f"{source} has {outputs} outputs, but {len(names)} classes were named: name as many, in the order of its "
-            "outputs"
+            f"{source} has {outputs} outputs, but {len(names)} classes were given: give one per output, in order"
         )
 
 
 @torch.no_grad()
 def values(task: Task) -> dict[str, Tensor]:
-    """Every tensor of the copy by the backbone's names, including the head where it is the backbone's last layer."""
+    """Return all tensors of the copy by the backbone's names, including a replaced last layer."""
     kept = task.anatomy.tensors()
     return {name: tensor.detach() for name, tensor in {**kept, **task.tensors(), **task.owned}.items()}

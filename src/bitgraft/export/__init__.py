@@ -1,4 +1,4 @@
-"""A task as a file for tools that know nothing of bitgraft: plain weights, torch.export programs, ONNX.
+"""Export a task for tools without bitgraft: plain weights, torch.export programs, ONNX.
 
 May import: store, training, data, network, runtime, format, methods, task, backbone, transforms, errors.
 """

@@ -1,9 +1,9 @@
-"""Many tasks in one ONNX file: the weights once, every task's masks packed to bits, and the task's number as an input.
+"""Many tasks in one ONNX file: the weights once, every task's packed masks, and the task's index as an input.
 
-    images (batch, C, H, W), task (1,) -> logits (batch, the most classes that any task has)
+    images (batch, C, H, W), task (1,) -> logits (batch, maximum number of classes)
 
-The graph unpacks the bits of the requested task and computes W~ = k0 W + k1 1 + k2 M + k3 W∘M from them. Scores beyond
-a task's last class are -1e30; metadata `tasks` lists the tasks in the order of their numbers.
+The graph unpacks the requested task's bits and computes W~ = k0 W + k1 1 + k2 M + k3 W∘M. Scores after a task's last
+class are -1e30. The metadata `tasks` lists the tasks by index.
 """
 
 import json
@@ -18,7 +18,7 @@ from bitgraft import __version__
 from bitgraft.backbone.layers import COUNTER
 from bitgraft.backbone.tracing import logits, private_copy
 from bitgraft.errors import ExportError
-from bitgraft.export.onnx_file import agree, convert, opened
+from bitgraft.export.onnx_file import check_scores, convert, open_session
 from bitgraft.export.plain import TRACED, Subject
 from bitgraft.network import Network
 from bitgraft.runtime.onnx_graph import IMAGES, program
@@ -28,11 +28,11 @@ from bitgraft.transforms.bits import pack, packed_size
 from bitgraft.transforms.masked import START, Masked
 
 TASK = "task"
-NOTHING = -1e30  # the score of a class that a task does not have: below any other, and finite
+PADDING = -1e30  # score of the classes that a task does not have; finite
 
 
 def bundle_bytes(net: Network, names: Sequence[str]) -> bytes:
-    """The file's bytes, every task checked against its own scores in onnxruntime."""
+    """Return the file, after checking every task's scores in onnxruntime."""
     subjects = [Subject(net, name) for name in names]
     _check(subjects)
     module = Bundle(net, [net.tasks[name] for name in names]).eval()
@@ -40,39 +40,39 @@ def bundle_bytes(net: Network, names: Sequence[str]) -> bytes:
     tasks = json.dumps([subject.about() for subject in subjects], ensure_ascii=False)
     header = {"bitgraft": __version__, "backbone": net.fingerprint, "tasks": tasks}
     data = convert(traced, [IMAGES, TASK], header)
-    session = opened(data)
+    session = open_session(data)
     for number, subject in enumerate(subjects):
-        for what, images, expected in subject.cases():
-            agree(session, {IMAGES: images, TASK: torch.tensor([number])}, expected, what)
+        for label, images, expected in subject.cases():
+            check_scores(session, {IMAGES: images, TASK: torch.tensor([number])}, expected, label)
     return data
 
 
 def _check(subjects: Sequence[Subject]) -> None:
-    """Every task is made of masks on the same weights, with classes, for images of one size."""
+    """Check that all tasks are made of masks on the same weights, have classes and take images of one size."""
     tasks = {subject.name: subject.net.tasks[subject.name] for subject in subjects}
     masked = {weight: name for name, task in tasks.items() for weight in task.transforms}
     for name, task in tasks.items():
         if task.metadata.head != "classes" or not all(isinstance(t, Masked) for t in task.transforms.values()):
             raise ExportError(
-                f"task {name!r} (method {task.metadata.method!r}, head {task.metadata.head!r}) is not made of masks "
-                "and classes alone, so it cannot share a file with others: export it by itself"
+                f"task {name!r} (method {task.metadata.method!r}, head {task.metadata.head!r}) cannot share a file: "
+                "only tasks made of masks and classes can; export it separately"
             )
         if both := sorted(masked.keys() & task.owned.keys()):
             raise ExportError(
-                f"task {name!r} has {both[0]!r} outright, where {masked[both[0]]!r} has a mask for it: they cannot "
-                "share a file, so export them apart"
+                f"tasks {name!r} and {masked[both[0]]!r} cannot share a file: one replaces {both[0]!r}, the other "
+                "masks it; export them separately"
             )
     sizes = {subject.preprocessing.size: subject.name for subject in subjects}
     if len(sizes) > 1:
         (first, one), (second, other), *_ = sizes.items()
         raise ExportError(
-            f"task {one!r} sees images of {first[0]} x {first[1]} pixels and {other!r} of {second[0]} x {second[1]}: "
-            "one file takes one size, so export them apart"
+            f"task {one!r} takes images of {first[0]} x {first[1]} pixels and {other!r} of {second[0]} x {second[1]}, "
+            "but a file has one input size: export them separately"
         )
 
 
 class Bundle(nn.Module):
-    """A backbone, and for each tensor that any task replaces, all tasks' versions stacked by number."""
+    """A backbone, and all tasks' versions of each replaced tensor, stacked by task index."""
 
     classes: Tensor
     columns: Tensor
@@ -101,11 +101,11 @@ class Bundle(nn.Module):
         for name in self.owned:
             tensors[name] = self.get_buffer(f"owned:{dotless(name)}").index_select(0, task).squeeze(0)
         scores = logits(functional_call(self.backbone, tensors, (images,)))
-        return torch.where(self.columns < self.classes.index_select(0, task), scores, NOTHING)
+        return torch.where(self.columns < self.classes.index_select(0, task), scores, PADDING)
 
 
 class _Masks(nn.Module):
-    """One weight of the backbone, and each task's bits and k for it; k = (1, 0, 0, 0) for a task without a mask."""
+    """One weight of the backbone with each task's bits and k; k = (1, 0, 0, 0) for a task without a mask."""
 
     base: Tensor
     bits: Tensor
@@ -115,12 +115,12 @@ class _Masks(nn.Module):
     def __init__(self, base: Tensor, transforms: Sequence[nn.Module | None]) -> None:
         super().__init__()
         masks = {number: transform for number, transform in enumerate(transforms) if isinstance(transform, Masked)}
-        self.about: Weight = next(iter(masks.values())).weight
-        self.shape = self.about.grouped_shape
+        self.weight: Weight = next(iter(masks.values())).weight
+        self.shape = self.weight.grouped_shape
         per_channel = any(mask.rule.per_channel for mask in masks.values())
-        self.channel = self.about.channel_shape if per_channel else (1,) * len(self.shape)
+        self.channel = self.weight.channel_shape if per_channel else (1,) * len(self.shape)
         bits = torch.zeros(len(transforms), packed_size(base.numel()), dtype=torch.uint8)
-        k = torch.tensor(START)[:, None].repeat(len(transforms), 1, self.about.outputs if per_channel else 1)
+        k = torch.tensor(START)[:, None].repeat(len(transforms), 1, self.weight.outputs if per_channel else 1)
         for number, mask in masks.items():
             bits[number] = pack(mask.mask()).cpu()
             k[number] = mask.values().detach().cpu().view(4, -1)
@@ -134,4 +134,4 @@ class _Masks(nn.Module):
         bits = (packed & self.places).to(torch.bool).reshape(-1)[: self.base.numel()]
         mask = bits.reshape(self.shape).to(self.base.dtype)
         k0, k1, k2, k3 = (k.reshape(self.channel) for k in self.k.index_select(0, task).squeeze(0).unbind(0))
-        return (k0 * self.base + k1 + k2 * mask + k3 * self.base * mask).reshape(self.about.shape)
+        return (k0 * self.base + k1 + k2 * mask + k3 * self.base * mask).reshape(self.weight.shape)

@@ -1,4 +1,4 @@
-"""One task as an ONNX file, checked in onnxruntime before it is written."""
+"""Export a task as an ONNX file, checked in onnxruntime."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,27 +17,26 @@ LARGEST = 2**31 - 1  # bytes in one protobuf file
 
 
 def onnx_bytes(subject: Subject) -> bytes:
-    """The file's bytes. onnxruntime gives the task's scores within 1e-4 of the largest, or there is no file."""
+    """Return the file, after checking that onnxruntime gives the task's scores within 1e-4 of the largest."""
     data = convert(program(subject.module(), subject.images(TRACED)), [IMAGES], subject.header())
-    session = opened(data)
-    for what, images, expected in subject.cases():
-        agree(session, {IMAGES: images}, expected, what)
+    session = open_session(data)
+    for label, images, expected in subject.cases():
+        check_scores(session, {IMAGES: images}, expected, label)
     return data
 
 
 def convert(traced: ExportedProgram, inputs: Iterable[str], header: Mapping[str, str]) -> bytes:
-    """A traced network as one ONNX file with all its weights inside."""
-    onnx, made = need("onnx"), to_onnx(traced, inputs)
-    model = made.model_proto
+    """Convert a traced network to one ONNX file that includes its weights."""
+    model = to_onnx(traced, inputs).model_proto
     _tidy(model.graph)
-    onnx.helper.set_model_props(model, dict(header))
+    need("onnx").helper.set_model_props(model, dict(header))
     if (size := model.ByteSize()) > LARGEST:
-        raise ExportError(f"the ONNX file would take {size / 1e9:.1f} GB, and one file holds 2 GB: use torch-export")
+        raise ExportError(f"the ONNX file would take {size / 1e9:.1f} GB, the limit is 2 GB: use --format torch-export")
     return bytes(model.SerializeToString())
 
 
 def _tidy(graph: Any) -> None:
-    """Call the batch "batch", and remove this machine's file names, which the exporter notes at each node."""
+    """Name the batch dimension, and remove the local file names that the exporter adds to each node."""
     batch = graph.input[0].type.tensor_type.shape.dim[0].dim_param
     for value in [*graph.input, *graph.output, *graph.value_info]:
         for dim in value.type.tensor_type.shape.dim:
@@ -50,24 +49,23 @@ def _tidy(graph: Any) -> None:
     del graph.metadata_props[:]
 
 
-def opened(data: bytes) -> Any:
-    """An onnxruntime session for a file's bytes."""
+def open_session(data: bytes) -> Any:
     runtime = need("onnxruntime")
     options = runtime.SessionOptions()
-    options.log_severity_level = 3  # errors alone, no remarks on weights that it moves
+    options.log_severity_level = 3  # errors only
     options.intra_op_num_threads = torch.get_num_threads()
     return runtime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
 
 
-def agree(session: Any, inputs: Mapping[str, Tensor], expected: Tensor, what: str) -> float:
-    """The largest difference of onnxruntime's scores, as a share of the largest expected one; refused if too large."""
+def check_scores(session: Any, inputs: Mapping[str, Tensor], expected: Tensor, label: str) -> float:
+    """Return the largest difference of onnxruntime's scores, relative to the largest; raise if it is too large."""
     (given,) = session.run([LOGITS], {name: tensor.cpu().numpy() for name, tensor in inputs.items()})
     given, wanted = given[:, : expected.shape[1]], expected.cpu().numpy()
     largest = max(np.abs(wanted).max(), np.finfo(np.float32).tiny)
     difference = float(np.abs(given - wanted).max() / largest) if given.shape == wanted.shape else float("inf")
-    if not difference <= TOLERANCE:  # also where it is not a number
+    if not difference <= TOLERANCE:  # also if it is NaN
         raise ExportError(
-            f"onnxruntime's scores for {what} differ from the task's by {difference:.1e} of the largest, more than "
-            f"{TOLERANCE:g}, so no file was written; try --format torch-export, which is exact"
+            f"onnxruntime's scores for {label} differ by {difference:.1e} of the largest, more than {TOLERANCE:g}, "
+            "so no file was written; try --format torch-export, which is exact"
         )
     return difference

@@ -1,4 +1,4 @@
-"""The task file: one safetensors file per task, written whole, checked byte by byte when read.
+"""The task file: one safetensors file per task, written atomically and fully checked when read.
 
 May import: methods, task, backbone, transforms, errors.
 """

@@ -1,6 +1,6 @@
-"""The bytes of a task file: safetensors with one metadata entry and a checksum. `docs/format.md` specifies them.
+"""The bytes of a task file: safetensors with one metadata entry and a checksum. `docs/format.md` is the specification.
 
-We write them ourselves, so that the same content gives the same bytes whatever version of safetensors is installed.
+We write them ourselves, so that the bytes do not depend on the installed version of safetensors.
 """
 
 import json
@@ -16,8 +16,8 @@ from torch import Tensor
 from bitgraft.errors import TaskError
 from bitgraft.format.header import BLANK, CHECKSUM, DEPTH, HEADER_LIMIT, METADATA, read_header, too_deep
 
-LINE = 64  # bytes
-ORDERED = ("leans_on", "shapes")  # metadata whose own order means something
+CACHE_LINE = 64  # bytes
+ORDERED = ("leans_on", "shapes")  # metadata whose order has a meaning
 DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -29,28 +29,26 @@ DTYPES = {
     torch.float32: "F32",
     torch.float64: "F64",
 }
-KINDS = {name: dtype for dtype, name in DTYPES.items()} | {"BF16": torch.bfloat16}  # to refuse
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()} | {"BF16": torch.bfloat16}  # read only to be refused
 
 
-def encode(tensors: Mapping[str, Tensor], about: Mapping[str, Any], format: int) -> list[bytes | memoryview]:
-    """The file in pieces, which share memory with the tensors.
+def encode(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> list[bytes | memoryview]:
+    """Return the file in pieces that share memory with the tensors.
 
-    The largest elements come first, and matrices before vectors, then names decide: so the head begins on a cache line.
+    Tensors are sorted by element size, largest first, then matrices before vectors, then by name: so the head's matrix
+    starts on a cache line.
     """
-    header: dict[str, Any] = {METADATA: {"bitgraft": _text({**about, "checksum": BLANK, "format": format})}}
+    header: dict[str, Any] = {METADATA: {"bitgraft": _canonical_json({**about, "checksum": BLANK})}}
     order, start = sorted(tensors, key=lambda name: (-tensors[name].element_size(), tensors[name].dim() < 2, name)), 0
     for name in order:
-        end = start + tensors[name].nbytes
-        header[name] = {
-            "dtype": DTYPES[tensors[name].dtype],
-            "shape": list(tensors[name].shape),
-            "data_offsets": [start, end],
-        }
+        tensor = tensors[name]
+        end = start + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
         start = end
     top = json.dumps(header, separators=(",", ":")).encode()
-    top += b" " * (-(8 + len(top)) % LINE)
+    top += b" " * (-(8 + len(top)) % CACHE_LINE)
     if len(top) > HEADER_LIMIT:
-        raise TaskError(f"the task's metadata takes {len(top)} bytes, a file has room for {HEADER_LIMIT}")
+        raise TaskError(f"the task's metadata takes {len(top)} bytes, more than the limit of {HEADER_LIMIT}")
     top = struct.pack("<Q", len(top)) + top
     pieces, digest = [raw(tensors[name]) for name in order], xxhash.xxh3_128(top)
     for piece in pieces:
@@ -59,21 +57,21 @@ def encode(tensors: Mapping[str, Tensor], about: Mapping[str, Any], format: int)
 
 
 def decode(data: memoryview, source: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Metadata and tensors, which stay where they are in `data`. Nothing is trusted, and the checksum must match."""
+    """Return the metadata and the tensors, which share memory with `data`. The header and the checksum are verified."""
     about, entries, start = read_header(data, source)
     return about, {name: _tensor(data, start, entry) for name, entry in entries.items()}
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     return tensor.numpy().data
 
 
-def _text(about: Mapping[str, Any]) -> str:
-    """Canonical JSON: sorted, so that the order in which metrics were noted does not show; ASCII, no spaces."""
+def _canonical_json(about: Mapping[str, Any]) -> str:
+    """Return ASCII without spaces, with sorted keys except in `ORDERED`."""
     try:
         if too_deep(about):
-            raise ValueError(f"it is nested deeper than {DEPTH}")
+            raise ValueError(f"nested deeper than {DEPTH}")
         write = partial(json.dumps, separators=(",", ":"), allow_nan=False)
         fields = (f'"{key}":{write(value, sort_keys=key not in ORDERED)}' for key, value in sorted(about.items()))
         return f"{{{','.join(fields)}}}"
@@ -82,16 +80,15 @@ def _text(about: Mapping[str, Any]) -> str:
 
 
 def _tensor(data: memoryview, start: int, entry: Mapping[str, Any]) -> Tensor:
-    """A tensor in the memory that the file was read into, so that a resident task costs what its file takes.
+    """Return a tensor that shares memory with the file's bytes.
 
-    Float matrices begin on a cache line, as torch allocates them: a product's last bit depends on where they lie.
+    It is copied if it is misaligned. Float matrices start on a cache line, as torch allocates them, because the last
+    bits of a product depend on alignment.
     """
-    dtype, shape, (begin, end) = KINDS[entry["dtype"]], entry["shape"], entry["data_offsets"]
+    dtype, shape, (begin, end) = TORCH_DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     if begin == end:
         return torch.empty(shape, dtype=dtype)
     flat = torch.frombuffer(data, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=start + begin)
-    if flat.data_ptr() % (LINE if len(shape) > 1 and dtype.is_floating_point else dtype.itemsize):
+    if flat.data_ptr() % (CACHE_LINE if len(shape) > 1 and dtype.is_floating_point else dtype.itemsize):
         flat = flat.clone()
-    return (
-        flat if len(shape) == 1 else flat.view(shape).data
-    )  # no view, which would keep what it is a view of beside it
+    return flat if len(shape) == 1 else flat.view(shape).data  # .data drops the view's reference to its base

@@ -1,7 +1,7 @@
-"""What a task file may say of its inputs, so that an image finds its task. `docs/format.md` specifies it.
+"""A task's description of its inputs, for finding the task of an image. `docs/format.md` is the specification.
 
-The plain backbone's features of a task's images, l2-normalised, are taken for a mixture of Gaussians: one mean for each
-class, and one covariance for all, of low rank plus noise. It is small, and it is all that routing needs.
+The plain backbone's l2-normalised features of the task's images are modelled by a mixture of Gaussians: one mean per
+class, and a shared covariance of low rank plus isotropic noise.
 """
 
 from collections.abc import Mapping
@@ -14,11 +14,11 @@ from torch import Tensor
 from bitgraft.errors import CorruptError
 from bitgraft.format.header import DESCRIPTION as PREFIX
 
-NARROW = ("mean", "basis", "classes")  # in 16 bits
+HALF = ("mean", "basis", "classes")  # stored in float16, the others in float32
 
 
 class Calibration(NamedTuple):
-    """A task's scores on validation images of its own: mean and deviation, and what 95 % of them exceed."""
+    """A task's scores on its own validation images: means, standard deviations, and the 5 % quantile."""
 
     route_mean: float
     route_std: float
@@ -36,11 +36,11 @@ class Description:
     basis: Tensor
     """(rank, features), orthonormal rows."""
     classes: Tensor
-    """(classes, rank): each class's mean less `mean`, in the basis."""
+    """(classes, rank): each class mean minus `mean`, in the basis."""
     variances: Tensor
-    """(rank): of features about their class's mean, along the basis."""
+    """(rank): of features around their class mean, along the basis."""
     noise: Tensor
-    """(1): the variance in every direction outside the basis."""
+    """(1): the variance in every direction orthogonal to the basis."""
     calibration: Tensor
     """(5): as in `Calibration`."""
 
@@ -49,7 +49,7 @@ class Description:
         return Calibration(*self.calibration.tolist())
 
     def tensors(self) -> dict[str, Tensor]:
-        """By their keys in a file."""
+        """Return the tensors by their keys in a file."""
         return {PREFIX + field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
@@ -58,28 +58,30 @@ class Description:
 
 
 def rounded(**tensors: Tensor) -> Description:
-    """A description as its file holds it."""
-    kinds = {name: torch.float16 if name in NARROW else torch.float32 for name in tensors}
-    return Description(**{name: t.detach().to("cpu", kinds[name]).contiguous() for name, t in tensors.items()})
+    """Return a description in the dtypes of a file."""
+    return Description(**{name: t.detach().to("cpu", _dtype(name)).contiguous() for name, t in tensors.items()})
 
 
 def take(tensors: dict[str, Tensor], classes: int, source: str) -> Description:
-    """The description among a file's tensors, which it is taken out of. What does not fit is a `CorruptError`."""
+    """Remove the description from a file's tensors and return it. Any fault is a `CorruptError`."""
     found = {key.removeprefix(PREFIX): tensors.pop(key) for key in list(tensors) if key.startswith(PREFIX)}
     if fault := _fault(found, classes):
-        raise CorruptError(f"{source}: its description is not usable ({fault})")
+        raise CorruptError(f"{source} is corrupt: invalid description ({fault})")
     return Description(**found)
 
 
+def _dtype(name: str) -> torch.dtype:
+    return torch.float16 if name in HALF else torch.float32
+
+
 def _fault(found: Mapping[str, Tensor], classes: int) -> str:
-    if found.keys() != (wanted := {field.name for field in fields(Description)}):
-        return f"it has {', '.join(sorted(found)) or 'nothing'}, not {', '.join(sorted(wanted))}"
+    if found.keys() != (expected := {field.name for field in fields(Description)}):
+        return f"it has {', '.join(sorted(found)) or 'nothing'}, not {', '.join(sorted(expected))}"
     rank, width = (*found["basis"].shape, 0, 0)[:2]
     shapes = {"mean": (width,), "basis": (rank, width), "classes": (classes, rank), "variances": (rank,)}
     shapes |= {"noise": (1,), "calibration": (len(Calibration._fields),)}
     for name, tensor in found.items():
-        kind = torch.float16 if name in NARROW else torch.float32
-        if tensor.dtype != kind or tensor.shape != shapes[name] or not tensor.isfinite().all():
-            return f"{name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}, or has a value that is not finite"
+        if tensor.dtype != _dtype(name) or tensor.shape != shapes[name] or not tensor.isfinite().all():
+            return f"{name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}, or not finite"
     spread = torch.cat([found["variances"], found["noise"], found["calibration"][[1, 3]]])
-    return "" if rank and width and (spread > 0).all() else "a variance is not above 0"
+    return "" if rank and width and (spread > 0).all() else "a variance is not positive"

@@ -1,7 +1,4 @@
-"""What is in a task file, in numbers: density and k per layer, bytes by kind. No backbone is needed.
-
-Layers are listed as the file states them: in the order in which data reaches them.
-"""
+"""Statistics of a task file: density and k per layer, bytes by kind. No backbone is needed."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -18,7 +15,7 @@ from bitgraft.transforms.bits import ones
 
 @dataclass(frozen=True)
 class Spread:
-    """One k of a layer; low and high differ where each output channel has its own."""
+    """One k of a layer; low and high differ if there is one per output channel."""
 
     mean: float
     low: float
@@ -27,27 +24,26 @@ class Spread:
 
 @dataclass(frozen=True)
 class Layer:
-    """What a task does to one weight."""
+    """One transformed weight."""
 
     name: str
     shape: tuple[int, ...]
     weights: int
-    """How many a mask or levels cover; 0 without either, and for a norm's vectors."""
+    """The number of masked weights or levels; 0 for other methods and for the vectors of norm layers."""
     ones: int
-    """How many bits of the mask are set, or levels are not 0."""
+    """The number of set bits, or of nonzero levels."""
     k: tuple[Spread, ...]
     """k0..k3; empty for other methods."""
     values: int
-    """Numbers stored besides: an adapter's, P's, a PackNet task's own weights."""
+    """The number of other stored values: of an adapter, of P, or a PackNet task's own weights."""
     bytes: int
 
     @property
     def density(self) -> float | None:
-        """The share of ones."""
         return self.ones / self.weights if self.weights else None
 
     def plain(self) -> dict[str, Any]:
-        """As JSON holds it, which has no NaN."""
+        """Return the layer as JSON, with None for NaN and infinity."""
         about = asdict(self)
         for i, spread in enumerate(about.pop("k")):
             about[f"k{i}"] = {name: value if math.isfinite(value) else None for name, value in spread.items()}
@@ -56,7 +52,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Inspection(Summary):
-    """A task file, read."""
+    """A task file with statistics of its layers, in the order of the forward pass."""
 
     layers: tuple[Layer, ...]
 
@@ -65,17 +61,16 @@ class Inspection(Summary):
         return sum(layer.ones for layer in self.layers) / self.weights if self.weights else None
 
     def plain(self) -> dict[str, Any]:
-        """As JSON holds it."""
         return {**super().plain(), "density": self.density, "layers": [layer.plain() for layer in self.layers]}
 
 
 def inspect_file(path: str | Path) -> Inspection:
-    """Read and check a task file, and count what is in it."""
+    """Read, check and inspect a task file."""
     return inspect_archive(read_archive(path), Path(path).stat().st_size)
 
 
 def inspect_archive(archive: Archive, size: int) -> Inspection:
-    """Count what is in an archive that takes `size` bytes as a file."""
+    """Inspect an archive whose file takes `size` bytes."""
     parts = archive.parts()
     layers = tuple(_layer(name, shape, parts.get(name, {})) for name, shape in archive.shapes.items())
     dimensions = {key: tensor.dim() for key, tensor in archive.tensors.items()}
@@ -85,7 +80,7 @@ def inspect_archive(archive: Archive, size: int) -> Inspection:
 
 
 def _sizes(archive: Archive) -> dict[str, int]:
-    """What each key would take in a file."""
+    """Return the bytes that each key would take in a file."""
     tensors = archive.tensors if archive.format < 2 else compact.pack(archive.tensors, archive.shapes)[0]
     described = archive.description.tensors() if archive.description is not None else {}
     return {key: tensor.nbytes for key, tensor in {**tensors, **described}.items()}

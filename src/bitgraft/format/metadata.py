@@ -1,4 +1,4 @@
-"""What a task says of itself, as the metadata of its file, and back with every field checked."""
+"""A task's description of itself: write it as a file's metadata, and read it back with every field checked."""
 
 import re
 import reprlib
@@ -8,24 +8,26 @@ from typing import Any, Literal, get_args
 
 from bitgraft.backbone.files import check_name
 from bitgraft.errors import ClassesError, CorruptError, NewerFormatError, TaskError
+from bitgraft.format.header import is_shape
 from bitgraft.methods import registry
 
-COUNTED_CLASSES = 1 << 20  # more classes than this are written out even if they are called 0, 1, 2, ...
+COUNTED_CLASSES = 1 << 20  # beyond this, classes named 0, 1, 2, ... are listed, not counted
 DIGEST = re.compile("[0-9a-f]{64}")
 OBJECTS = ("leans_on", "metrics", "options", "preprocessing", "shapes")
 _FIRST = {*OBJECTS, "backbone", "checksum", "classes", "format", "head", "head_layer", "method", "name"}
 _SECOND = {*_FIRST, "channels", "norms"}
 FIELDS = {1: _FIRST, 2: _SECOND, 3: _SECOND}
-"""By version of the format."""
+"""By format version."""
 Shapes = Mapping[str, tuple[int, ...]]
+HeadLayer = str | tuple[str, ...] | None
 HeadKind = Literal["classes", "linear", "module", "keep", "none"]
-"""classes: the backbone's own last layer with other tensors in it; linear: one put behind a backbone that gives
-features, or in the place of a tied last layer; module: the user's; keep: the backbone's, as it is; none: features."""
+"""classes: the backbone's last layer with new tensors; linear: a new layer after a backbone that returns features, or
+instead of a tied last layer; module: the user's own; keep: the backbone's last layer, unchanged; none: features."""
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """What a task says of itself, all of it plain data that goes into its file."""
+    """A task's description of itself, as plain data."""
 
     name: str
     method: str
@@ -34,11 +36,11 @@ class Metadata:
     classes: tuple[str, ...] | None = None
     preprocessing: Mapping[str, Any] = field(default_factory=dict)
     depends_on: Mapping[str, str] = field(default_factory=dict)
-    """Earlier tasks that this one cannot run without, with their fingerprints (PackNet, borrowed masks), in order."""
+    """Earlier tasks that this one needs (PackNet, borrowed masks), in order, each with its content hash."""
 
 
 def write_metadata(metadata: Metadata) -> dict[str, Any]:
-    """Its fields, where classes called 0 ... n - 1 are written as n."""
+    """Return the fields as JSON. Classes named 0 ... n - 1 are written as n."""
     about, names = asdict(metadata), metadata.classes
     if names is not None and len(names) <= COUNTED_CLASSES and names == _counted(len(names)):
         about["classes"] = len(names)
@@ -47,14 +49,14 @@ def write_metadata(metadata: Metadata) -> dict[str, Any]:
     return about
 
 
-def read_metadata(about: Mapping[str, Any], source: str) -> Metadata:
-    """The metadata in a file's metadata. Whatever is wrong there is an `ArchiveError` that says what."""
+def read_metadata(about: Mapping[str, Any], source: str) -> tuple[Metadata, Shapes, HeadLayer]:
+    """Return the metadata, the shape of each transformed weight and the head layer. Any fault is an `ArchiveError`."""
     _check_fields(about, source)
     method = _method(about["method"], source)
     most = len(set(about["leans_on"].values())) if method.borrows else int(method.depends_on_previous)
     if len(about["leans_on"]) > most:  # one predecessor, or different tasks to borrow from
-        raise CorruptError(f"{source}: a task of method {method.name!r} cannot depend on {list(about['leans_on'])}")
-    return Metadata(
+        raise CorruptError(f"{source} is corrupt: method {method.name!r} cannot depend on {list(about['leans_on'])}")
+    metadata = Metadata(
         name=check_name(about["name"]),
         method=method.name,
         options=registry.plain(_options(method, about["options"], source)),
@@ -63,37 +65,34 @@ def read_metadata(about: Mapping[str, Any], source: str) -> Metadata:
         preprocessing=about["preprocessing"],
         depends_on={check_name(name): digest for name, digest in about["leans_on"].items()},
     )
-
-
-def read_shapes(about: Mapping[str, Any], source: str) -> Shapes:
-    """The shape of each weight that the task transforms."""
-    for name, shape in about["shapes"].items():
-        if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-            raise CorruptError(f"{source}: {name!r} has shape {reprlib.repr(shape)}, which is none; it is not usable")
-    return {name: tuple(shape) for name, shape in about["shapes"].items()}
+    layer = about["head_layer"]
+    shapes = {name: tuple(shape) for name, shape in about["shapes"].items()}
+    return metadata, shapes, tuple(layer) if isinstance(layer, list) else layer
 
 
 def _check_fields(about: Mapping[str, Any], source: str) -> None:
     if set(about) != (expected := FIELDS[about["format"]]):
-        raise CorruptError(f"{source} has the metadata fields {sorted(about)}, not {sorted(expected)}: not usable")
+        raise CorruptError(f"{source} is corrupt: its metadata fields are {sorted(about)}, not {sorted(expected)}")
     for name in OBJECTS:
         if not isinstance(about[name], dict):
-            raise CorruptError(f"{source}: {name!r} is {about[name]!r}, which is no JSON object; it is not usable")
+            raise CorruptError(f"{source} is corrupt: {name!r} is {about[name]!r}, not a JSON object")
     for digest in [about["backbone"], *about["leans_on"].values()]:
         if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
-            raise CorruptError(f"{source}: {digest!r} should be 64 hexadecimal digits; it is not usable")
+            raise CorruptError(f"{source} is corrupt: {digest!r} is not a hash of 64 hexadecimal digits")
+    for name, shape in about["shapes"].items():
+        if not is_shape(shape):
+            raise CorruptError(f"{source} is corrupt: {reprlib.repr(shape)} is not a shape ({name!r})")
     layer = about["head_layer"]
     several = isinstance(layer, list) and len(layer) > 1 and all(isinstance(name, str) for name in layer)
     if not (several or isinstance(layer, str | None)) or (layer is None and about["head"] == "classes"):
-        raise CorruptError(f"{source}: {layer!r} is no layer for a head of kind {about['head']!r}; it is not usable")
-    if about["head"] not in get_args(HeadKind):
-        known = ", ".join(get_args(HeadKind))
-        raise CorruptError(f"{source}: there is no kind of head {about['head']!r}, known are {known}; it is not usable")
+        raise CorruptError(f"{source} is corrupt: a head of kind {about['head']!r} cannot have head_layer {layer!r}")
+    if about["head"] not in (known := get_args(HeadKind)):
+        raise CorruptError(f"{source} is corrupt: its head is {about['head']!r}, not one of {', '.join(known)}")
 
 
 def _method(name: Any, source: str) -> registry.Method:
     if not isinstance(name, str):
-        raise CorruptError(f"{source}: its method is {name!r}, which is no name; it is not usable")
+        raise CorruptError(f"{source} is corrupt: its method is {name!r}, not a name")
     try:
         return registry.get(name)
     except TaskError as cause:
@@ -103,12 +102,12 @@ def _method(name: Any, source: str) -> registry.Method:
 def _options(method: registry.Method, given: Mapping[str, Any], source: str) -> registry.Options:
     if unknown := sorted(set(given) - set(registry.plain(method.options))):
         raise NewerFormatError(
-            f"{source}: method {method.name!r} has no option {unknown[0]!r} here; install a newer bitgraft"
+            f"{source}: this bitgraft has no option {unknown[0]!r} for method {method.name!r}: install a newer one"
         )
     try:
         return method.with_options(given)
     except (TaskError, TypeError, ValueError, OverflowError) as cause:
-        raise CorruptError(f"{source}: an option of method {method.name!r} is not usable ({cause})") from cause
+        raise CorruptError(f"{source} is corrupt: invalid option of method {method.name!r} ({cause})") from cause
 
 
 def _counted(count: int) -> tuple[str, ...]:
@@ -125,7 +124,7 @@ def _classes(written: Any, head: str, source: str) -> tuple[str, ...] | None:
         names = tuple(written)
     if not names or len(set(names)) != len(names) or head == "none":
         raise ClassesError(
-            f"{source}: its classes, {reprlib.repr(written)}, are neither a number nor a list of different names, "
-            f"or do not go with a head of kind {head!r}; it is not usable"
+            f"{source} is corrupt: classes {reprlib.repr(written)} are not a number or a list of distinct names, "
+            f"or do not match a head of kind {head!r}"
         )
     return names

@@ -1,4 +1,4 @@
-"""From what a file holds to a task on its backbone, everything checked before anything is changed."""
+"""Build a task on its backbone from an archive. Everything is checked before anything is changed."""
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -14,27 +14,26 @@ from bitgraft.format.metadata import Metadata
 from bitgraft.methods import registry
 from bitgraft.task import Task
 from bitgraft.transforms.base import Transform, Weight, strided_like
-from bitgraft.transforms.bits import packed_size
 
-KINDS = dict.fromkeys(PACKED, torch.uint8) | {"levels": torch.int8}
+DTYPES = dict.fromkeys(PACKED, torch.uint8) | {"levels": torch.int8}
 """Of parts that are not float32."""
 
 
 def restore_task(
     archive: Archive, anatomy: Anatomy, before: Sequence[Mapping[str, Transform]], head: nn.Module | None
 ) -> Task:
-    """The task that a file holds, frozen, on the backbone that it belongs to. What does not fit changes nothing.
+    """Return the archived task, frozen, on its backbone.
 
-    `before` are the transforms of the tasks that it depends on, in its file's order.
+    `before` are the transforms of its dependencies, in the file's order.
     """
     metadata, parts, owned = archive.metadata, archive.parts(), archive.owned()
     base = anatomy.tensors()
-    _check_places(archive, anatomy, base)
+    _check_backbone(archive, anatomy, base)
     options = registry.get(metadata.method).with_options(metadata.options)
     transforms = {}
     for name in archive.shapes:
-        blank = _blank_transform(metadata, describe(anatomy, name), base[name], options, registry.at(name, before))
-        transforms[name] = _fill(blank, name, base[name], parts.get(name, {}))
+        empty = _empty_transform(metadata, describe(anatomy, name), base[name], options, registry.at(name, before))
+        transforms[name] = _fill(empty, name, base[name], parts.get(name, {}))
     _check_owned(metadata, anatomy, base, owned, options)
     _check_classes(archive, anatomy, base, owned)
     held = {}
@@ -49,54 +48,51 @@ def restore_task(
     return task
 
 
-def _check_places(archive: Archive, anatomy: Anatomy, base: Mapping[str, Tensor]) -> None:
-    """The backbone has the weights that the file states, of those shapes, and the head where the file says."""
+def _check_backbone(archive: Archive, anatomy: Anatomy, base: Mapping[str, Tensor]) -> None:
+    """Check that the backbone has the transformed weights, with these shapes, and the same head layer."""
     task, head = f"task {archive.metadata.name!r}", archive.head_layer
     for name, shape in archive.shapes.items():
         found = base.get(name)
         least = 1 if name in anatomy.norm_of else 2
         if not isinstance(found, nn.Parameter) or not found.is_floating_point() or found.dim() < least:
-            raise WrongBackboneError(f"{task} transforms {name!r}, which is no weight of the backbone")
+            raise WrongBackboneError(f"{task} transforms {name!r}, which is not a weight of the backbone")
         if found.shape != shape:
-            raise WrongBackboneError(
-                f"{task} has {name!r} of shape {shape}, the backbone has it in {tuple(found.shape)}"
-            )
+            raise WrongBackboneError(f"{task} has {name!r} of shape {shape}, the backbone {tuple(found.shape)}")
     if archive.metadata.head in ("classes", "keep", "linear") and head != anatomy.head:
         raise WrongBackboneError(
-            f"{task} belongs to a backbone whose last layer is {head!r}, this one's is {anatomy.head!r}: "
+            f"{task} expects {head!r} as the backbone's last layer, this one has {anatomy.head!r}: "
             f"pass Network(backbone, head={head!r})"
         )
 
 
-def _blank_transform(
+def _empty_transform(
     metadata: Metadata, weight: Weight, tensor: Tensor, options: registry.Options, before: Sequence[Transform]
 ) -> Transform:
-    """A transform of the right make, whose values are still to come."""
+    """Return a transform of the right structure, still without the file's values."""
     build = registry.get(metadata.method).build
     try:
-        blank = build(weight, tensor.detach(), options, None, before) if build else None
+        empty = build(weight, tensor.detach(), options, None, before) if build else None
     except TaskError as cause:
-        raise CorruptError(f"task {metadata.name!r} cannot have been made as its file says ({cause})") from cause
-    if blank is None:
-        raise CorruptError(f"task {metadata.name!r} has {weight.name!r}, which method {metadata.method!r} leaves alone")
-    return blank
+        raise CorruptError(f"task {metadata.name!r} is corrupt: {cause}") from cause
+    if empty is None:
+        raise CorruptError(
+            f"task {metadata.name!r} is corrupt: method {metadata.method!r} does not transform {weight.name!r}"
+        )
+    return empty
 
 
-def _fill(blank: Transform, name: str, weight: Tensor, parts: Mapping[str, Tensor]) -> Transform:
-    buffers = blank.named_buffers() if blank.tail is not None else ()
+def _fill(empty: Transform, name: str, weight: Tensor, parts: Mapping[str, Tensor]) -> Transform:
+    buffers = empty.named_buffers() if empty.tail is not None else ()
     counters = {part: torch.zeros_like(t) for part, t in buffers if part.endswith(COUNTER)}
     for part, tensor in parts.items():
-        kind = "nothing" if part in counters else KINDS.get(part, torch.float32)
-        if tensor.dtype != kind:
-            raise CorruptError(f"'{name}:{part}' is {tensor.dtype}, where {kind} belongs; the file is not usable")
-        if part in PACKED and _has_tail(tensor, weight.numel()):
-            raise CorruptError(f"'{name}:{part}' has bits set behind the last weight; the file is not usable")
-    blank.restore({part: tensor.to(weight.device) for part, tensor in {**parts, **counters}.items()})
-    return blank
-
-
-def _has_tail(packed: Tensor, count: int) -> bool:
-    return count % 8 != 0 and packed.shape == (packed_size(count),) and int(packed[-1]) >> count % 8 != 0
+        expected = "nothing" if part in counters else DTYPES.get(part, torch.float32)
+        if tensor.dtype != expected:
+            raise CorruptError(f"the task file is corrupt: '{name}:{part}' is {tensor.dtype}, expected {expected}")
+        used = weight.numel() % 8  # bits of the last byte, 0 if all
+        if part in PACKED and used and int(tensor[-1]) >> used:
+            raise CorruptError(f"the task file is corrupt: '{name}:{part}' has bits set after the last weight")
+    empty.restore({part: tensor.to(weight.device) for part, tensor in {**parts, **counters}.items()})
+    return empty
 
 
 def _check_owned(
@@ -106,42 +102,44 @@ def _check_owned(
     owned: Mapping[str, Tensor],
     options: registry.Options,
 ) -> None:
-    """Head apart, a task owns what its method and options give it, nothing else, and no half of a norm layer."""
+    """Check that the task owns what its method and options say, apart from the head, and only complete norm layers."""
     method, head, norms = registry.get(metadata.method), set(anatomy.head_names()), anatomy.norm_of
-    asked = {name for pattern in options.own for name in base if fnmatchcase(name, pattern)}
-    given = asked | (norms.keys() if options.norms else set())
+    chosen = {name for pattern in options.own for name in base if fnmatchcase(name, pattern)}
+    allowed = chosen | (norms.keys() if options.norms else set())
     if method.owns_everything:
-        given |= base.keys() - norms.keys()
+        allowed |= base.keys() - norms.keys()
     for name, tensor in owned.items():
         if name not in base:
             raise WrongBackboneError(f"task {metadata.name!r} replaces {name!r}, which the backbone does not have")
         if name not in head:
             _check_fit(metadata, name, tensor, base[name])
-            if name not in given or name.endswith(COUNTER):
-                raise CorruptError(f"task {metadata.name!r} has {name!r}, which {metadata.method!r} leaves alone")
-    layers = {norms[name] for name in owned if name in norms and name not in asked}
+            if name not in allowed or name.endswith(COUNTER):
+                raise CorruptError(
+                    f"task {metadata.name!r} is corrupt: method {metadata.method!r} does not replace {name!r}"
+                )
+    layers = {norms[name] for name in owned if name in norms and name not in chosen}
     lacking = {name for name, layer in norms.items() if name not in owned and layer in layers}
     if method.owns_everything:
         lacking |= base.keys() - norms.keys() - head - owned.keys()
     if missing := sorted(name for name in lacking if not name.endswith(COUNTER)):
-        raise CorruptError(f"task {metadata.name!r} lacks {missing[0]!r}; the file is not usable")
+        raise CorruptError(f"task {metadata.name!r} is corrupt: {missing[0]!r} is missing")
 
 
 def _check_fit(metadata: Metadata, name: str, tensor: Tensor, model: Tensor, outputs: int | None = None) -> None:
     shape = model.shape if outputs is None else (outputs, *model.shape[1:])
     if tensor.shape != shape:
         raise WrongBackboneError(
-            f"task {metadata.name!r} has {name!r} of shape {tuple(tensor.shape)}, the backbone takes {tuple(shape)}"
+            f"task {metadata.name!r} has {name!r} of shape {tuple(tensor.shape)}, the backbone needs {tuple(shape)}"
         )
-    kind = torch.float32 if isinstance(model, nn.Parameter) and model.is_floating_point() else stored_dtype(model)
-    if tensor.dtype != kind and not (tensor.dtype == torch.float32 and model.is_floating_point()):
-        raise CorruptError(f"task {metadata.name!r} has {name!r} in {tensor.dtype}, where {kind} belongs: not usable")
+    dtype = torch.float32 if isinstance(model, nn.Parameter) and model.is_floating_point() else stored_dtype(model)
+    if tensor.dtype != dtype and not (tensor.dtype == torch.float32 and model.is_floating_point()):
+        raise CorruptError(f"task {metadata.name!r} is corrupt: {name!r} is {tensor.dtype}, expected {dtype}")
 
 
 def _like(model: Tensor, tensor: Tensor) -> Tensor:
-    """On the backbone's device; statistics in its dtype; in its memory format, since that decides the last bits.
+    """Move a tensor to the backbone's device and memory format, which affects the last bits, without needless copies.
 
-    Where nothing is to be changed, it stays in the memory that the file was read into.
+    Buffers also get the backbone's dtype.
     """
     learned = isinstance(model, nn.Parameter)
     placed = tensor.to(model.device, tensor.dtype if learned else model.dtype)
@@ -151,23 +149,24 @@ def _like(model: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _check_classes(archive: Archive, anatomy: Anatomy, base: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """The head has one row for each class; the tensors of the backbone's last layer are all there, in its shape."""
-    metadata, replaced = archive.metadata, {name: own[name] for name in anatomy.head_names() if name in own}
+    """Check that the head has one row per class, and that a replaced last layer is complete."""
+    metadata, names = archive.metadata, anatomy.head_names()
+    replaced = {name: own[name] for name in names if name in own}
     count, kind = len(metadata.classes or ()), metadata.head
     if kind != "classes" and replaced:
-        raise CorruptError(f"task {metadata.name!r} has {sorted(replaced)}, but no head that takes them")
+        raise CorruptError(
+            f"task {metadata.name!r} is corrupt: it has {sorted(replaced)}, which a head of kind {kind!r} does not use"
+        )
     held = replaced if kind == "classes" else archive.head() if kind == "linear" else {}
     rows = {(*tensor.shape, 0 if kind == "classes" else count)[0] for tensor in held.values()}
     if rows - {count}:
         raise ClassesError(
-            f"task {metadata.name!r} lists {count} classes, but its head has {min(rows - {count})} outputs; "
-            "the file is not usable"
+            f"task {metadata.name!r} is corrupt: it lists {count} classes, but its head has "
+            f"{min(rows - {count})} outputs"
         )
     if kind == "classes":
-        if len(replaced) != len(anatomy.head_names()) or not replaced:
-            raise CorruptError(
-                f"task {metadata.name!r} should have {sorted(anatomy.head_names())} for its head: not usable"
-            )
+        if not replaced or len(replaced) != len(names):
+            raise CorruptError(f"task {metadata.name!r} is corrupt: its head needs {sorted(names)}")
         for name, tensor in replaced.items():
             _check_fit(metadata, name, tensor, base[name], count)
 
@@ -176,26 +175,22 @@ def _restore_head(archive: Archive, anatomy: Anatomy, given: nn.Module | None) -
     state, metadata = archive.head(), archive.metadata
     task = f"task {metadata.name!r}"
     if given is not None and metadata.head != "module":
-        raise TaskError(
-            f"{task} was not saved with a head module of its own (its head is of kind {metadata.head!r}): "
-            "load it without head=..."
-        )
+        raise TaskError(f"{task} has no head module (its head is of kind {metadata.head!r}): load it without head=...")
     if given is None and metadata.head == "module":
-        raise TaskError(f"{task} was saved with a head module of its own: pass one like it, load_task(path, head=...)")
+        raise TaskError(f"{task} was saved with a head module: pass one like it, load_task(path, head=...)")
     if metadata.head == "linear":
         given = nn.Linear(anatomy.features or 1, len(metadata.classes or ()), device="meta")
     if given is None:
         if state:
-            raise CorruptError(f"{task} has tensors of a head, but is of head kind {metadata.head!r}: not usable")
+            raise CorruptError(f"{task} is corrupt: it has tensors of a head module, but head kind {metadata.head!r}")
         return None
     model = given.state_dict()
-    wanted = {name: (tuple(t.shape), stored_dtype(t)) for name, t in model.items()}
+    expected = {name: (tuple(t.shape), stored_dtype(t)) for name, t in model.items()}
     found = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
-    if wanted != found:
-        odd = min(name for name in wanted | found if wanted.get(name) != found.get(name))
+    if expected != found:
+        odd = min(name for name in expected | found if expected.get(name) != found.get(name))
         raise (CorruptError if metadata.head == "linear" else TaskError)(
-            f"the head module does not fit that of {task}: it has {odd!r} as {wanted.get(odd)}, "
-            f"the file as {found.get(odd)}"
+            f"the head module does not match {task}: its {odd!r} is {expected.get(odd)}, the file's {found.get(odd)}"
         )
     device = anatomy.device
     given.load_state_dict({name: t.to(device, model[name].dtype) for name, t in state.items()}, assign=True)

@@ -1,4 +1,4 @@
-"""Round a task to what a small file holds: k to 8 bits, norm layers to half precision, or all of it to levels."""
+"""Round a task for a small file: k to 8 bits and norm layers to half precision, or everything to levels."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bitgraft.backbone.anatomy import describe
 from bitgraft.errors import TaskError
 from bitgraft.format.archive import pack_task, to_bytes
-from bitgraft.format.compact import PARTS
+from bitgraft.format.compact import NORM_PARTS
 from bitgraft.format.header import HEAD
 from bitgraft.methods import registry
 from bitgraft.task import Task
@@ -19,35 +19,34 @@ from bitgraft.transforms.levels import MOST, Levels
 from bitgraft.transforms.masked import Masked
 
 STEPS = 255
-FINE = 1 / 32  # a norm's steps, as a share of the size of its scale
+NORM_STEP = 1 / 32  # relative to the root mean square of the norm's scale
 ATTEMPTS = 12
-ROOM = 256  # bytes for metrics that are noted afterwards
+RESERVED = 256  # bytes for metrics that are added later
 Parts = dict[str, dict[str, Tensor]]
 
 
 @torch.no_grad()
 def compact(task: Task) -> Task:
-    """Freeze a task and round it to what its file holds in few bits. Evaluate it after this, not before.
+    """Freeze a task and round it, so that its file is small. Evaluate it afterwards, not before.
 
-    Each row of k goes to the nearest of 256 equal steps. A batch norm with statistics of its own becomes a scale and a
-    shift, with mean 0 and variance 1, so it has nothing left to go on training with: save a task that is to be trained
-    further without this. A task with `bits` gets cells with which its file takes so many, and its norm layers become
-    steps from the backbone's. Nothing that is saved or loaded afterwards is rounded again.
+    Each row of k is rounded to 256 equal steps. A batch norm with its own statistics becomes a scale and a shift, with
+    mean 0 and variance 1; to train a task further, save it without this. For a task with `bits`, the quantization cells
+    are chosen to give that file size, and norm layers are stored as integer steps from the backbone's. Saving and
+    loading do not round again.
     """
     if task.learned_levels():
-        meet(task)
+        fit_to_bits(task)
     task.freeze()
     if registry.get(task.metadata.method).owns_everything:
-        return task  # a copy of the network, for which no bits are saved
+        return task  # a full copy is not compressed
     if any(isinstance(one, Levels) for one in task.transforms.values()):
         if not task.is_compact:
             steps = _norm_steps(task)
-            gone = _replaced(task, steps)
-            task.exchange(gone, {name: _filled(task, name, parts) for name, parts in steps.items()})
+            task.exchange(_replaced(task, steps), {name: _levels(task, name, parts) for name, parts in steps.items()})
     else:
         for module in task.modules():
             if isinstance(module, Masked) and module.rule.per_channel:
-                module.constants = torch.stack([to_grid(row) for row in module.constants])
+                module.constants = torch.stack([round_to_grid(row) for row in module.constants])
         for layer in task.anatomy.norms:
             _fold(task, layer)
     task.revision += 1
@@ -56,13 +55,13 @@ def compact(task: Task) -> Task:
 
 
 @torch.no_grad()
-def meet(task: Task) -> None:
-    """Choose cells with which the file, head apart, takes the bits asked for or up to 3 % less."""
+def fit_to_bits(task: Task) -> None:
+    """Choose cells so that the file without the head takes `bits` per weight, or up to 3 % less."""
     bits, weights = task.metadata.options["bits"], sum(one.weight.shape.numel() for one in task.learned_levels())
     low, high, fits = 0.97 * bits, 0.997 * bits, dict[float, float]()
     if low <= (found := _cost(task, weights)) <= high:
         return
-    others = weights * found - sum(one.bits() for one in task.learned_levels())  # what the file takes besides
+    others = weights * found - sum(one.bits() for one in task.learned_levels())  # the rest of the file
     for _ in range(ATTEMPTS):
         task.spend(others)
         found = _cost(task, weights)
@@ -76,27 +75,28 @@ def meet(task: Task) -> None:
             f"bits={bits} cannot be met: norm layers and the header alone take {found:.2f} bits for each of "
             f"{weights:,} weights; give more bits, or norms=False"
         )
-    task.spend(fits[max(fits)])  # changes that are all of one size leave no choice in between
+    task.spend(fits[max(fits)])  # if all changes have the same size, nothing lies in between
 
 
 def _cost(task: Task, weights: int) -> float:
-    """The bits that the file would take for each weight, head apart."""
+    """Return the size of the file without the head, in bits per weight."""
     archive, steps, head = pack_task(task, "0" * 64), _norm_steps(task), set(task.anatomy.head_names())
-    tensors = {key: tensor for key, tensor in archive.tensors.items() if key not in _replaced(task, steps)}
+    replaced = _replaced(task, steps)
+    tensors = {key: tensor for key, tensor in archive.tensors.items() if key not in replaced}
     for name, parts in steps.items():
         tensors |= {f"{name}:{part}": tensor.cpu() for part, tensor in parts.items()}
     shapes = {**archive.shapes, **{name: tuple(parts["levels"].shape) for name, parts in steps.items()}}
-    size = ROOM + len(to_bytes(replace(archive, tensors=tensors, shapes=shapes, format=2, description=None)))
+    size = RESERVED + len(to_bytes(replace(archive, tensors=tensors, shapes=shapes, format=2, description=None)))
     size -= sum(tensor.nbytes for key, tensor in tensors.items() if key in head or key.startswith(HEAD))
     return 8 * size / weights
 
 
 def _norm_steps(task: Task) -> Parts:
-    """Scales and shifts of norm layers as whole steps from the backbone's, which keeps its own statistics."""
+    """Return norm layers as integer steps from the backbone's scale and shift, with the backbone's statistics."""
     held, found = task.stored(), {}
     for layer in task.anatomy.norms:
         norm: Any = task.anatomy.backbone.get_submodule(layer)
-        weight, bias, mean, var = (held.get(f"{layer}.{name}") for name in PARTS)
+        weight, bias, mean, var = (held.get(f"{layer}.{name}") for name in NORM_PARTS)
         if weight is None or bias is None:
             continue
         weight, bias = weight.double(), bias.double()
@@ -104,7 +104,7 @@ def _norm_steps(task: Task) -> Parts:
             ratio = ((norm.running_var.double() + norm.eps) / (var.double() + norm.eps)).sqrt()
             bias = bias + (norm.running_mean - mean.double()) * weight / (var.double() + norm.eps).sqrt()
             weight = weight * ratio
-        size = FINE * weight.square().mean().sqrt()
+        size = NORM_STEP * weight.square().mean().sqrt()
         for name, value in ((f"{layer}.weight", weight), (f"{layer}.bias", bias)):
             change = value - task.anatomy.tensor(name).detach().double()
             step = torch.maximum(size, change.abs().max() / MOST).clamp(min=1e-12).float()
@@ -113,32 +113,32 @@ def _norm_steps(task: Task) -> Parts:
 
 
 def _replaced(task: Task, steps: Parts) -> set[str]:
-    """What the task owns of the norm layers that become steps."""
+    """Return the owned tensors of the norm layers that `steps` replaces."""
     layers = {name.rpartition(".")[0] for name in steps}
     return {name for name in task.owned if task.anatomy.norm_of.get(name) in layers}
 
 
-def _filled(task: Task, name: str, parts: Mapping[str, Tensor]) -> Levels:
+def _levels(task: Task, name: str, parts: Mapping[str, Tensor]) -> Levels:
     levels = Levels(describe(task.anatomy, name), None)
     levels.restore(parts)
     return levels
 
 
-def to_grid(row: Tensor) -> Tensor:
-    """The nearest values on a grid of 256 steps. All are multiples of a power of two, so float32 holds them exactly."""
+def round_to_grid(row: Tensor) -> Tensor:
+    """Round to a grid of 256 steps. All values are multiples of a power of two, so they are exact in float32."""
     low, high = float(row.min()), float(row.max())
     if not high > low:
         return row
-    apart = (high - low) / STEPS
-    grain = 2.0 ** max(math.frexp(apart)[1] - 8, math.frexp(max(-low, high))[1] - 23)
-    unit, first = math.ceil(apart / grain) * grain, round(low / grain) * grain
+    spacing = (high - low) / STEPS
+    grain = 2.0 ** max(math.frexp(spacing)[1] - 8, math.frexp(max(-low, high))[1] - 23)
+    unit, first = math.ceil(spacing / grain) * grain, round(low / grain) * grain
     return (first + unit * ((row.double() - first) / unit).round().clamp(0, STEPS)).float()
 
 
 def _fold(task: Task, layer: str) -> None:
-    """Let a batch norm that the task owns have mean 0 and variance 1, with its effect unchanged but for rounding."""
+    """Fold an owned batch norm's statistics into its scale and shift, which are rounded to half precision."""
     norm, owned = task.anatomy.backbone.get_submodule(layer), task.owned
-    names = [f"{layer}.{name}" for name in PARTS]
+    names = [f"{layer}.{name}" for name in NORM_PARTS]
     if not isinstance(norm, nn.modules.batchnorm._BatchNorm) or not all(name in owned for name in names):
         return
     weight, bias, mean, var = (owned[name].double() for name in names)
@@ -146,6 +146,6 @@ def _fold(task: Task, layer: str) -> None:
     shift = bias - mean * weight / (var + norm.eps).sqrt()
     rounded = [value.half() for value in (scale, shift)]
     if not all(torch.isfinite(value).all() for value in rounded):
-        return  # half precision cannot hold it
+        return  # beyond half precision
     for name, value in zip(names, (*rounded, torch.zeros_like(mean), torch.ones_like(var)), strict=True):
         owned[name].copy_(value)

@@ -1,4 +1,4 @@
-"""What a task file says of itself, from its header alone, so that lists of tasks need no torch."""
+"""A summary of a task file from its header alone, so that lists of tasks do not need torch."""
 
 import math
 from collections.abc import Mapping
@@ -8,43 +8,42 @@ from typing import Any
 
 from bitgraft.backbone.files import read_whole
 from bitgraft.format.header import CODED, CODES, DESCRIPTION, GRIDS, HEAD, LEVELS, MASKS, NORMS, STEPS, read_header
-from bitgraft.format.metadata import HeadKind, Metadata, read_metadata, read_shapes
+from bitgraft.format.metadata import HeadKind, HeadLayer, Metadata, read_metadata
 
 KINDS = ("masks", "levels", "k", "weights", "norms", "statistics", "head", "description", "header")
 PACKED = {MASKS: "masks", CODES: "k", GRIDS: "k", NORMS: "norms", LEVELS: "levels", STEPS: "levels"}
 STATISTICS = ("running_mean", "running_var")
-HeadLayer = str | tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A task file, without what is in its masks and k."""
+    """A task file without its tensors."""
 
     metadata: Metadata
     backbone: str
-    """The fingerprint of the backbone that the task belongs to."""
+    """The fingerprint of the task's backbone."""
     head_layer: HeadLayer
     metrics: Mapping[str, Any]
     bytes: dict[str, int]
     """By kind: masks, levels, k, other weights, norm layers, running statistics, head, description, header."""
     weights: int
-    """How many masks or levels cover."""
+    """The number of weights with a mask or levels."""
 
     @property
     def size(self) -> int:
         return sum(self.bytes.values())
 
     def bits_per(self, weights: int) -> float:
-        """All that the file takes, head and description apart, for each of so many weights: what every list shows."""
+        """Return the size of the file, without head and description, in bits per weight."""
         return 8 * (self.size - self.bytes["head"] - self.bytes["description"]) / weights
 
     @property
     def bits_per_weight(self) -> float | None:
-        """For each weight under a mask."""
+        """Bits per masked weight."""
         return self.bits_per(self.weights) if self.weights else None
 
     def plain(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Return the summary as JSON."""
         about = asdict(self.metadata)
         about["leans_on"] = list(about.pop("depends_on"))
         about["classes"] = None if about["classes"] is None else list(about["classes"])
@@ -60,7 +59,7 @@ class Summary:
         }
 
     def listed(self, name: str, weights: int) -> dict[str, Any]:
-        """A task in a list of tasks, as JSON; `weights` is how many of the backbone's a task can transform."""
+        """Return a row for a list of tasks, as JSON; `weights` is the backbone's number of transformable weights."""
         split, share = accuracy(self.metrics)
         return {
             "name": name,
@@ -77,8 +76,7 @@ def read_summary(path: str | Path) -> Summary:
     """Read a task file and check its header and checksum."""
     data, source = read_whole(path), str(path)
     about, entries, _ = read_header(data, source)
-    metadata, shapes = read_metadata(about, source), read_shapes(about, source)
-    head_layer = tuple(layer) if isinstance(layer := about["head_layer"], list) else layer
+    metadata, shapes, head_layer = read_metadata(about, source)
     sizes = {key: end - begin for key, entry in entries.items() for begin, end in [entry["data_offsets"]]}
     dimensions = {key: len(entry["shape"]) for key, entry in entries.items()}
     taken = by_kind(sizes, len(data), dimensions, metadata.head, head_layer)
@@ -89,7 +87,7 @@ def read_summary(path: str | Path) -> Summary:
 
 
 def accuracy(metrics: Mapping[str, Any]) -> tuple[str | None, float | None]:
-    """On test images where there were some, else on validation at the epoch that was kept."""
+    """Return the split and the accuracy: on test images if measured, else on validation images at the kept epoch."""
     kept = "best" if metrics.get("kept") == "best" else "last"
     for split, key, name in (("test", "test", "accuracy"), ("val", kept, "val_accuracy")):
         held = metrics.get(key)
@@ -102,7 +100,7 @@ def accuracy(metrics: Mapping[str, Any]) -> tuple[str | None, float | None]:
 def by_kind(
     sizes: Mapping[str, int], size: int, dimensions: Mapping[str, int], head: HeadKind, head_layer: HeadLayer
 ) -> dict[str, int]:
-    """The bytes of a file of `size` by kind, from those of each key and the number of dimensions of each tensor."""
+    """Split a file's `size` by kind, given the bytes of each key and the number of dimensions of each tensor."""
     taken = dict.fromkeys(KINDS, 0)
     for key, count in sizes.items():
         taken[_kind(key, dimensions, head, head_layer)] += count
@@ -125,10 +123,6 @@ def _kind(key: str, dimensions: Mapping[str, int], head: HeadKind, head_layer: H
         return "statistics"
     if colon:
         return {"mask": "masks", "free": "masks", "k": "k", "borrowed": "k"}.get(part.removesuffix(CODED), "weights")
-    return "norms" if _in_norm(layer, last, dimensions) else "weights"
-
-
-def _in_norm(layer: str, last: str, dimensions: Mapping[str, int]) -> bool:
-    """A file does not say what a layer is; a norm's tensors are vectors, and so is its weight if it has one."""
-    weight = dimensions.get(f"{layer}.weight")
-    return dimensions[f"{layer}.{last}" if layer else last] <= 1 and weight is not None and weight <= 1
+    # A file does not state layer types. A norm's tensors are vectors, its weight included.
+    in_norm = dimensions[key] <= 1 and dimensions.get(f"{layer}.weight", 2) <= 1
+    return "norms" if in_norm else "weights"

@@ -35,8 +35,8 @@ def new_task(
     recipe = registry.get(method)
     chosen = recipe.with_options({**preset_options(preset, method), **options})
     rng = torch.Generator().manual_seed(seed)
-    start_task = dependencies.named(recipe, tasks, start) if start is not None else None
-    earlier = dependencies.chosen(recipe, tasks, borrow)
+    start_task = dependencies.get_earlier(recipe, tasks, start) if start is not None else None
+    earlier = dependencies.choose(recipe, tasks, borrow)
     transforms = registry.transforms(recipe, anatomy, chosen, rng, [task.transforms for task in earlier])
     owned = registry.owned(recipe, anatomy, chosen)
     kind, names, tensors, module = heads.plan_head(anatomy, classes, head, rng)
@@ -48,13 +48,13 @@ def new_task(
         head=kind,
         classes=names,
         preprocessing=dict(stated),
-        depends_on={task.name: dependencies.fingerprint(task) for task in earlier},
+        depends_on={task.name: dependencies.content_hash(task) for task in earlier},
     )
     task = Task(metadata, anatomy, transforms, {**owned, **tensors}, module)
     task.preset = preset or "default"
     if start_task is not None:
         task.start_from(start_task)
-    dependencies.hold(earlier)
+    dependencies.freeze(earlier)
     return task
 
 
@@ -77,8 +77,8 @@ def loaded_task(
             f"{path} belongs to a backbone with fingerprint {filed.backbone[:12]}, this one has {fingerprint[:12]}: "
             "build the backbone with the weights that the task was trained on"
         )
-    earlier = dependencies.found(filed.metadata, tasks)
+    earlier = dependencies.find(filed.metadata, tasks)
     filed = archive.rename_dependencies(filed, [task.name for task in earlier])
     task = restore.restore_task(filed, anatomy, [task.transforms for task in earlier], head)
-    dependencies.hold(earlier)
+    dependencies.freeze(earlier)
     return task

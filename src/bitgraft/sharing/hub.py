@@ -1,4 +1,4 @@
-"""The Hugging Face Hub, through huggingface_hub, which also logs in (`hf auth login`, HF_TOKEN)."""
+"""The Hugging Face Hub, through huggingface_hub, which handles authentication (`hf auth login`, HF_TOKEN)."""
 
 import contextlib
 import re
@@ -10,12 +10,12 @@ from bitgraft.errors import SharingError, how_to_install
 
 PREFIX = "hf:"
 REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-TIMEOUT = 30.0  # seconds for an answer about a file
+TIMEOUT = 30.0  # seconds per request for metadata
 SECRET = re.compile(r"hf_\w+|(?<=://)[^/@\s]+@")
 
 
 def model_info(repo: str, revision: str | None) -> Any:
-    """What the Hub says about a repository: its files, and the commit (`sha`) that they are of."""
+    """Return a repository's files and their commit (`sha`)."""
     with _api(repo) as api:
         return api.model_info(repo, revision=revision, files_metadata=True, timeout=TIMEOUT)
 
@@ -26,7 +26,7 @@ def download(repo: str, file: str, revision: str, folder: Path) -> Path:
 
 
 def upload(repo: str, files: dict[str, bytes], message: str, *, private: bool) -> str:
-    """Commit files to a repository, which is created if there is none; the commit's address."""
+    """Commit files to a repository, which is created if needed; return the commit's URL."""
     with _api(repo) as api:
         from huggingface_hub import CommitOperationAdd
 
@@ -37,13 +37,13 @@ def upload(repo: str, files: dict[str, bytes], message: str, *, private: bool) -
 
 def check_repo(repo: str) -> str:
     if not REPO.fullmatch(repo) or ".." in repo or "--" in repo:
-        raise SharingError(f"{repo!r} is not a repository of the Hub: say OWNER/NAME")
+        raise SharingError(f"{repo!r} is not the name of a Hub repository: give OWNER/NAME")
     return repo
 
 
 @contextlib.contextmanager
 def _api(repo: str) -> Iterator[Any]:
-    """huggingface_hub's API. Whatever goes wrong becomes one sentence, without anybody's token in it."""
+    """Yield huggingface_hub's API. Any error becomes a `SharingError` without tokens."""
     try:
         from huggingface_hub import HfApi, errors
     except ImportError as cause:
@@ -53,17 +53,17 @@ def _api(repo: str) -> Iterator[Any]:
     try:
         yield HfApi(library_name="bitgraft")
     except errors.GatedRepoError:
-        raise SharingError(f"{repo} is gated: ask for access on its page, then `hf auth login`") from None
+        raise SharingError(f"{repo} is gated: request access on its page, then log in with `hf auth login`") from None
     except errors.RepositoryNotFoundError:
         raise SharingError(
             f"the Hub has no repository {repo}, or it is private: check the name, or log in with `hf auth login`"
         ) from None
     except errors.RevisionNotFoundError:
-        raise SharingError(f"{repo} has no such revision on the Hub") from None
-    except Exception as cause:  # among them those of the HTTP library beneath, which differs from version to version
+        raise SharingError(f"{repo} has no such revision on the Hub: check @REVISION") from None
+    except Exception as cause:  # includes those of the HTTP library, which depends on the version
         code = getattr(getattr(cause, "response", None), "status_code", None)
         if code is not None:
-            remedy = "log in with `hf auth login`, with a token that may do this" if code in (401, 403) else "try again"
-            raise SharingError(f"the Hub refused ({code}) for {repo}: {remedy}") from None
-        said = SECRET.sub("…", str(cause).strip().partition("\n")[0])
-        raise SharingError(f"the Hub could not be asked about {repo} ({type(cause).__name__}: {said})") from None
+            remedy = "log in with `hf auth login`, with a token that has access" if code in (401, 403) else "try again"
+            raise SharingError(f"the Hub refused the request for {repo} ({code}): {remedy}") from None
+        message = SECRET.sub("…", str(cause).strip().partition("\n")[0])
+        raise SharingError(f"request for {repo} to the Hub failed ({type(cause).__name__}: {message})") from None

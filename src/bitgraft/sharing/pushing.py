@@ -1,4 +1,4 @@
-"""A task file and its model card, to the Hub."""
+"""Push a task file and its model card to the Hub."""
 
 import json
 from typing import Any
@@ -6,21 +6,20 @@ from typing import Any
 from bitgraft import __version__
 from bitgraft.backbone.files import read_whole
 from bitgraft.errors import WrongBackboneError
-from bitgraft.format.archive import Archive, from_bytes
-from bitgraft.format.inspect import inspect_archive
+from bitgraft.format.archive import from_bytes
 from bitgraft.format.summary import accuracy
 from bitgraft.sharing import hub
 from bitgraft.store import Store
 
-LISTED = 200  # class names on the model card
+LISTED = 200  # maximum number of class names on the model card
 CARD = """\
 ---
 {front}---
 
 # {task}
 
-A task for the frozen network `{backbone}`, as one [safetensors](https://github.com/huggingface/safetensors) file,
-`{task}.safetensors`: it holds what the task changes in the network, not the network itself.
+A task for the frozen network `{backbone}`, as one [safetensors](https://github.com/huggingface/safetensors) file.
+`{task}.safetensors` holds only the task's changes, not the network itself.
 
 | | |
 |---|---|
@@ -39,30 +38,29 @@ bitgraft predict photo.jpg --task {task}
 def push(
     store: Store, task: str, repo: str, *, licence: str | None = None, private: bool = False, card: bool = True
 ) -> str:
-    """Upload a task, checked first, and a model card; returns the commit's address."""
+    """Check a task and upload it with a model card; return the commit's URL."""
     hub.check_repo(repo)
     path = store.file(task)
     data = bytes(read_whole(path))
-    archive = from_bytes(data, str(path))
-    if archive.backbone != store.fingerprint:
-        raise WrongBackboneError(f"{path} belongs to another backbone than its store: it is not sent")
+    if from_bytes(data, str(path)).backbone != store.fingerprint:
+        raise WrongBackboneError(f"{path} was not pushed: it belongs to another backbone than its store")
     files = {path.name: data}
     if card:
-        files["README.md"] = model_card(store, task, repo, archive, len(data), licence).encode()
+        files["README.md"] = model_card(store, task, repo, licence).encode()
     return hub.upload(repo, files, f"bitgraft task {task}", private=private)
 
 
-def model_card(store: Store, task: str, repo: str, archive: Archive, size: int, licence: str | None = None) -> str:
-    """README.md for a task's repository, from what its file says."""
-    backbone, metadata = store.backbone.name, archive.metadata
-    bits = inspect_archive(archive, size).bits_per(store.size.weights)
-    split, share = accuracy(archive.metrics)
+def model_card(store: Store, task: str, repo: str, licence: str | None = None) -> str:
+    """Return README.md for a task's repository."""
+    summary, backbone = store.summary(task), store.backbone.name
+    metadata, bits = summary.metadata, summary.bits_per(store.size.weights)
+    split, share = accuracy(summary.metrics)
     rows = {
         "method": metadata.method,
         "classes": None if metadata.classes is None else len(metadata.classes),
         "accuracy": None if share is None else f"{100 * share:.1f} % of {split} images",
-        "backbone": f"{backbone}, fingerprint `{archive.backbone}`",
-        "size": f"{size / 1e6:.2f} MB; without the head {bits:.2f} bits per weight of the backbone",
+        "backbone": f"{backbone}, fingerprint `{summary.backbone}`",
+        "size": f"{summary.size / 1e6:.2f} MB; without the head {bits:.2f} bits per weight of the backbone",
         "input": json.dumps(dict(metadata.preprocessing)),
         "builds on": ", ".join(metadata.depends_on),
         "written by": f"bitgraft {__version__}",
@@ -70,7 +68,7 @@ def model_card(store: Store, task: str, repo: str, archive: Archive, size: int, 
     front = {"library_name": "bitgraft", "pipeline_tag": "image-classification", "tags": ["bitgraft"]}
     front |= {"license": licence} if licence else {}
     return CARD.format(
-        front="".join(f"{key}: {json.dumps(value)}\n" for key, value in front.items()),  # JSON is YAML, too
+        front="".join(f"{key}: {json.dumps(value)}\n" for key, value in front.items()),  # JSON is valid YAML
         rows="\n".join(f"| {name} | {_cell(value)} |" for name, value in rows.items() if value not in (None, "")),
         classes=_classes(metadata.classes or ()),
         task=task,
@@ -87,5 +85,5 @@ def _classes(names: tuple[str, ...]) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Text on one line, in which nothing ends a table's cell or begins an HTML tag."""
+    """Escape text for a cell of a Markdown table."""
     return " ".join(str(value).replace("|", "\\|").replace("<", "&lt;").split())

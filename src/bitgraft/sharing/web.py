@@ -1,4 +1,4 @@
-"""A file from a web address: encrypted, of limited size, in limited time, complete or not at all."""
+"""Download a file over https, with limits on size and time."""
 
 import http.client
 import ipaddress
@@ -14,12 +14,12 @@ from bitgraft import __version__
 from bitgraft.errors import SharingError
 
 CHUNK = 1 << 20
-TIMEOUT = 30.0  # seconds that a server may keep silent
+TIMEOUT = 30.0  # seconds without any data
 DEADLINE = 3600.0  # seconds for the whole file
 
 
 def download(address: str, target: Path, limit: int, timeout: float = TIMEOUT, deadline: float = DEADLINE) -> None:
-    """Fetch one file. Whatever goes wrong is a `SharingError` that shows no password and no query."""
+    """Download one file. Any error is a `SharingError` without passwords or queries."""
     shown = without_secrets(address)
     check_address(address)
     request = urllib.request.Request(address.partition("#")[0], headers={"User-Agent": f"bitgraft/{__version__}"})
@@ -27,8 +27,9 @@ def download(address: str, target: Path, limit: int, timeout: float = TIMEOUT, d
         with urllib.request.build_opener(_Redirects()).open(request, timeout=timeout) as response:
             _copy(response, target, shown, limit, time.monotonic() + deadline)
     except urllib.error.HTTPError as cause:
-        with cause:
-            raise SharingError(f"{shown} was not sent: the server says {cause.code} {cause.reason}") from None
+        with cause:  # its reason may contain a redirect's address
+            status = f"{cause.code} {http.client.responses.get(cause.code, '')}".strip()
+            raise SharingError(f"{shown} was not sent: the server returned {status}") from None
     except SharingError:
         raise
     except (OSError, http.client.HTTPException, ValueError) as cause:
@@ -37,18 +38,16 @@ def download(address: str, target: Path, limit: int, timeout: float = TIMEOUT, d
 
 
 def check_address(address: str) -> None:
-    """https, or http on this machine alone; no password in it."""
+    """Allow https, and http on this machine, without a password."""
     parts = urlsplit(address)
     if parts.username is not None or parts.password is not None:
-        raise SharingError(f"{without_secrets(address)}: an address with a password in it is refused; take it out")
+        raise SharingError(f"{without_secrets(address)}: an address must not contain a password; remove it")
     if parts.scheme != "https" and not (parts.scheme == "http" and _is_local(address)):
-        raise SharingError(
-            f"{without_secrets(address)} is not encrypted, so anybody on the way could change it: use https://"
-        )
+        raise SharingError(f"{without_secrets(address)} is not encrypted, so it could be tampered with: use https://")
 
 
 def without_secrets(address: str) -> str:
-    """The address without user, password, query and fragment, for messages."""
+    """Return the address without user, password, query and fragment, for messages."""
     parts = urlsplit(address)
     return SplitResult(parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "").geturl()
 
@@ -62,7 +61,7 @@ def _is_local(address: str) -> bool:
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows a redirect only to an address that a user could have given, and never from elsewhere to this machine."""
+    """Follow redirects only to allowed addresses, and never from elsewhere to this machine."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
@@ -70,15 +69,15 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         try:
             check_address(newurl)
             if _is_local(newurl) and not _is_local(req.full_url):
-                raise SharingError(f"{without_secrets(req.full_url)} points at this machine itself, which is refused")
+                raise SharingError(f"{without_secrets(req.full_url)} redirects to this machine, which is refused")
         except SharingError:
-            fp.close()  # nobody else will
+            fp.close()  # urllib does not
             raise
         return super().redirect_request(req, fp, code, msg, headers, newurl)  # type: ignore[arg-type]
 
 
 def _copy(response: http.client.HTTPResponse, target: Path, shown: str, limit: int, until: float) -> None:
-    size, count = response.length, 0  # None where the server does not state it
+    size, count = response.length, 0  # None if not stated
     too_large = SharingError(f"{shown} is larger than {limit / 1e6:,.0f} MB: raise --max-size if you trust it")
     if size is not None and size > limit:
         raise too_large
@@ -88,7 +87,7 @@ def _copy(response: http.client.HTTPResponse, target: Path, shown: str, limit: i
             if count > limit:
                 raise too_large
             if time.monotonic() > until:
-                raise SharingError(f"{shown} took too long: {count / 1e6:,.1f} MB had come when time was up")
+                raise SharingError(f"{shown} took too long: only {count / 1e6:,.1f} MB arrived in time; try again")
             file.write(piece)
     if size is not None and count != size:
-        raise SharingError(f"{shown} broke off after {count:,} of {size:,} bytes: try again")
+        raise SharingError(f"{shown} was cut off after {count:,} of {size:,} bytes: try again")

@@ -10,7 +10,7 @@ import torch
 from bitgraft.backbone.files import check_name
 from bitgraft.compression.compress import BITS, Compression, compress
 from bitgraft.compression.distil import CALIBRATION
-from bitgraft.compression.source import file_of, is_task, opened
+from bitgraft.compression.source import find_file, finetuned_task, is_task_file
 from bitgraft.data.dataset import ImageDataset
 from bitgraft.data.images import Splits
 from bitgraft.data.preprocessing import Preprocessing
@@ -67,12 +67,12 @@ def run(
     if store is not None:
         check_name_free(store, job.task, job.overwrite)
     splits = open_data(job.data, seed=job.config.seed) if job.data is not None else None
-    path, about = file_of(job.finetuned)
+    path, about = find_file(job.finetuned)
     classes = job.classes
-    if classes is None and splits is not None and not is_task(about) and "classes" not in about:
+    if classes is None and splits is not None and not is_task_file(about) and "classes" not in about:
         classes = splits.classes
     torch.manual_seed(job.config.seed)  # dropout and the like
-    with opened(net, path, classes, _stated(net, job, is_task(about))) as copy, one_sentence():
+    with finetuned_task(net, path, classes, _stated(net, job, is_task_file(about))) as copy, one_sentence():
         training, test, measured_on, notes = _data(copy, splits, job)
         made = compress(
             net,

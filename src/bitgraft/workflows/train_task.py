@@ -14,7 +14,7 @@ from bitgraft.data.images import Images, Splits
 from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.data.splits import drop_bad, open_data
 from bitgraft.errors import DataError, TrainingError
-from bitgraft.format.archive import content
+from bitgraft.format.archive import content_hash
 from bitgraft.format.rounding import compact
 from bitgraft.methods import registry
 from bitgraft.network import Network
@@ -160,8 +160,8 @@ def train(
     data = data or open_request(request)
     folder, path = store.run_folder(request.task), store.path(request.task)
     built_on = {
-        "borrow": [content(store.archive(name)) for name in request.borrow] or None,
-        "start": content(store.archive(request.start)) if request.start is not None else None,
+        "borrow": [content_hash(store.archive(name)) for name in request.borrow] or None,
+        "start": content_hash(store.archive(request.start)) if request.start is not None else None,
     }
     with run_in(folder, settings(net, [request], [data], **built_on), request.resume, accelerator):
         chained = registry.get(request.method).depends_on_previous  # on all tasks of the method so far
