@@ -9,6 +9,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -216,6 +217,21 @@ def test_the_library_follows_its_folder(tmp_path):
     del old
     served.scan()
     assert inner not in served.net.tasks
+
+
+def test_the_version_is_that_of_the_bytes_that_were_loaded(tmp_path, monkeypatch):
+    store, net = new_store(tmp_path, ("birds",))
+    loaded, keep = store.path("birds").read_bytes(), Network._keep
+
+    def replace_the_file(self, task):
+        if self is served.net:
+            store.path("birds").write_bytes(b"written while the task was being loaded")
+        return keep(self, task)
+
+    monkeypatch.setattr(Network, "_keep", replace_the_file)
+    served = Library(store, Network(net.backbone))
+    served.scan()
+    assert served.tasks["birds"].about["version"] == xxhash.xxh3_64_hexdigest(loaded)
 
 
 def test_a_broken_file_is_reported_and_the_old_task_goes_on(tmp_path):

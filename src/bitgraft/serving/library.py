@@ -21,9 +21,10 @@ import xxhash
 from bitgraft.backbone.files import check_name, read_whole
 from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.errors import TaskError, UnknownTaskError
-from bitgraft.format.archive import pack_task
+from bitgraft.format.archive import from_bytes, rename
 from bitgraft.format.inspect import inspect_archive
 from bitgraft.network import Network
+from bitgraft.runtime.new_task import loaded_task
 from bitgraft.serving.class_names import imagenet_names
 from bitgraft.serving.versions import CANARY
 from bitgraft.store import SUFFIX, Store
@@ -181,21 +182,25 @@ class Library:
     def _read(self, name: str, path: Path, inner: str, size: int, share: float | None) -> Entry:
         if check_name(name) == self.net.original:
             raise TaskError(f"{name!r} is the name of the backbone's own task: rename the file")
-        task = self.net.load_task(path, name=inner)
-        if task.metadata.head == "none":
+        data = read_whole(path)
+        archive = from_bytes(data, str(path))
+        if archive.metadata.head == "none":
             raise TaskError(f"task {name!r} gives features, not classes: it has no answers to serve")
-        found = inspect_archive(pack_task(task, self.net.fingerprint), size)
+        net = self.net
+        net._keep(loaded_task(net.anatomy, net.tasks, rename(archive, inner), net.fingerprint, None, path))
+        found = inspect_archive(archive, len(data))
         layers = [
             {"name": layer.name, "density": layer.density, "k": [spread.mean for spread in layer.k] or None}
             for layer in found.layers
         ]
         about = found.listed(name, self.store.size.weights) | {
-            "version": xxhash.xxh3_64_hexdigest(read_whole(path)),
+            "version": xxhash.xxh3_64_hexdigest(data),
             "density": found.density,
             "copy_bytes": self.store.size.copy_bytes(found.bytes["head"]),
-            "described": task.description is not None,
+            "described": archive.description is not None,
         }
-        return Entry(name, inner, task.classes, preprocessing_of(self.net, inner), about, tuple(layers), share)
+        classes = archive.metadata.classes
+        return Entry(name, inner, classes, preprocessing_of(net, inner), about, tuple(layers), share)
 
     def _report(self, errors: dict[str, str]) -> None:
         for name, text in errors.items():
