@@ -243,7 +243,7 @@ class Engine(Service):
 
     def _row(self, entry: Entry) -> dict[str, Any]:
         engine, reason = self.sessions.engine(entry), self.sessions.reasons.get(entry)
-        resident = engine == "onnxruntime" or entry.inner in self.library.net.resident
+        resident = bool(self.sessions.size(entry)) or entry.inner in self.library.net.resident
         row = {**self.library.about(entry), "resident": resident, "engine": engine}
         return row | ({"engine_reason": reason} if reason and self.settings.sessions else {})
 

@@ -122,7 +122,9 @@ class Sessions:
         return graph if agreed else None
 
     def engine(self, entry: Entry) -> str:
-        return "onnxruntime" if entry in self._held else "torch"
+        """The engine that runs the task's next batch."""
+        in_graph = self._agreed(entry) is not None and entry.inner not in self._library.net.resident
+        return "onnxruntime" if entry in self._held or in_graph else "torch"
 
     def ready(self) -> bool:
         """Every pinned task that is there has its session, or a reason to have none."""
