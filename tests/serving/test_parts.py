@@ -1,6 +1,7 @@
 """The parts of the service by themselves: turns, the library, pictures, keys, sizes."""
 
 import io
+import pickle
 import socket
 import threading
 import weakref
@@ -112,6 +113,13 @@ def test_full_queues_refuse_all_of_a_request_or_none_and_say_when_to_come_back()
         submit(scheduler, "c", [1])
     assert full.value.status == 503
     assert full.value.retry_after >= 1
+
+
+@pytest.mark.parametrize(("seconds", "header"), [(None, None), (0.0, 1), (1, 1), (2.1, 3), (1000.0, 60)])
+def test_retry_after_is_rounded_up_and_survives_pickling(seconds, header):
+    refusal = Refusal(503, "try later", seconds)
+    assert refusal.retry_after == header
+    assert pickle.loads(pickle.dumps(refusal)).retry_after == header
 
 
 def test_values_of_several_tasks_are_queued_together_or_not_at_all():
