@@ -8,11 +8,11 @@ from services import new_store, picture
 from bitgraft.network import Network
 from bitgraft.runtime.identify.fitting import calibrated, fit_description
 from bitgraft.serving.app import make_app
-from bitgraft.serving.auto import find
+from bitgraft.serving.auto import identify
 from bitgraft.serving.engine import Service
+from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.library import Library
 from bitgraft.serving.metrics import Metrics
-from bitgraft.serving.refusals import Refusal
 from bitgraft.serving.settings import Settings
 from bitgraft.serving.tracing import Tracing
 from bitgraft.workflows import identification
@@ -40,7 +40,7 @@ def library(tmp_path_factory):
 def test_it_finds_what_is_found_offline(library):
     held, net = library
     data = [picture(3), picture(4)]
-    said = find(held, data, 2, 1_000_000)
+    said = identify(held, data, 2, 1_000_000)
     offline = identification.find(net, [identification.prepare(net, one) for one in data], top=2)
     assert [one["task"] for one in said] == [one["task"] for one in offline]
     for one, other in zip(said, offline, strict=True):
@@ -58,8 +58,8 @@ def test_over_http(library):
         settings, metrics, tracing = Settings(store=held.store.folder), Metrics(), Tracing(None)
 
     class Finding(Silent):
-        async def find(self, images, top):
-            return find(held, images, top, 1_000_000)
+        async def identify(self, images, top):
+            return identify(held, images, top, 1_000_000)
 
     said = TestClient(make_app(Finding())).post("/v1/predict/auto", content=picture(3)).json()
     assert said["images"][0]["route"][0]["task"] in NAMES
@@ -70,7 +70,7 @@ def test_a_store_without_descriptions_says_so(tmp_path):
     store, net = new_store(tmp_path)
     held = Library(store, Network(net.backbone))
     held.scan()
-    with pytest.raises(Refusal) as refused:
-        find(held, [picture(3)], 2, 1_000_000)
+    with pytest.raises(HttpError) as refused:
+        identify(held, [picture(3)], 2, 1_000_000)
     assert refused.value.status == 409
-    assert "bitgraft describe" in refused.value.sentence
+    assert "bitgraft describe" in refused.value.message

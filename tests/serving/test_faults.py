@@ -171,4 +171,4 @@ def test_what_cannot_be_served_is_said_in_one_sentence(tmp_path, capsys, monkeyp
     code, _, err = bitgraft(capsys, monkeypatch, "serve", "--memory-budget", "much")
     assert (code, "--memory-budget much: give a size" in err) == (2, True)
     code, _, err = bitgraft(capsys, monkeypatch, "serve", "--api-key-file", str(tmp_path / "none"))
-    assert (code, "API keys cannot be read" in err) == (1, True)
+    assert (code, "cannot read API keys" in err) == (1, True)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import sys
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -15,8 +14,7 @@ from bitgraft.serving.app import make_app
 from bitgraft.serving.class_names import imagenet_names
 from bitgraft.serving.engine import Engine
 from bitgraft.serving.library import Library
-from bitgraft.serving.logs import accept_id
-from bitgraft.serving.sessions import BUSY, Sessions
+from bitgraft.serving.logs import valid_or_new_id
 from bitgraft.serving.settings import Settings
 from bitgraft.serving.tracing import Tracing
 from bitgraft.store import Backbone
@@ -35,7 +33,7 @@ def test_a_request_id_comes_back_and_a_bad_one_is_replaced(service: Served):
     made = {service.http.get("/healthz").headers["x-request-id"] for _ in range(2)}
     assert len(made) == 2
     assert service.http.get("/nothing", headers={"X-Request-ID": "x" * 200}).headers["x-request-id"] != "x" * 200
-    assert accept_id("a\nb") != "a\nb"
+    assert valid_or_new_id("a\nb") != "a\nb"
 
 
 def test_the_log_is_json_with_one_line_for_each_request(service: Served):
@@ -68,20 +66,6 @@ def test_metrics_tell_tasks_apart(service: Served):
     ):
         assert line in numbers, line
     assert "zebras" not in numbers
-
-
-def test_sessions_made_and_dropped_are_noted(tmp_path):
-    store, net = new_store(tmp_path)
-    library, noted = Library(store, net.joint_copy()), []
-    library.scan()
-    made = SimpleNamespace(nbytes=100, graph=None)
-    held = Sessions(library, budget=100, make=lambda *given: made, note=lambda *event: noted.append(event))
-    held._estimate = lambda: 100
-    held.start()
-    for name, images in (("birds", BUSY), ("cars", 2 * BUSY)):
-        held.get(library.tasks[name], images)
-        until(lambda name=name: held.size(library.tasks[name]) == 100, "it got no session")
-    assert noted == [("birds", "made"), ("birds", "dropped"), ("cars", "made")]
 
 
 def test_the_backbones_own_classes_are_imagenets_where_it_is_a_trained_network_of_timm():

@@ -21,10 +21,10 @@ from tiny import batch, run, tiny
 from bitgraft.data.preprocessing import Preprocessing, evaluation_tensor
 from bitgraft.errors import ServingError, TaskError, UnknownTaskError, UnsafeNameError
 from bitgraft.network import Network
-from bitgraft.serving.access import allowed, read_keys
+from bitgraft.serving.access import is_authorized, read_keys
+from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.library import Library
 from bitgraft.serving.predictions import FORMATS, decode
-from bitgraft.serving.refusals import Refusal
 from bitgraft.serving.scheduler import Scheduler
 from bitgraft.serving.settings import Settings
 from bitgraft.serving.supervisor import listen
@@ -105,11 +105,11 @@ def test_turns_run_beside_each_other_and_share_what_waits():
 def test_full_queues_refuse_all_of_a_request_or_none_and_say_when_to_come_back():
     scheduler = recording([], batch=4, queue=4, total=6)
     submit(scheduler, "a", range(3))
-    with pytest.raises(Refusal, match="waiting for task 'a'") as crowded:
+    with pytest.raises(HttpError, match="waiting for task 'a'") as crowded:
         submit(scheduler, "a", range(2))
     assert (crowded.value.status, scheduler.waiting) == (429, 3)
     submit(scheduler, "b", range(3))
-    with pytest.raises(Refusal, match="try later") as full:
+    with pytest.raises(HttpError, match="try again later") as full:
         submit(scheduler, "c", [1])
     assert full.value.status == 503
     assert full.value.retry_after >= 1
@@ -117,7 +117,7 @@ def test_full_queues_refuse_all_of_a_request_or_none_and_say_when_to_come_back()
 
 @pytest.mark.parametrize(("seconds", "header"), [(None, None), (0.0, 1), (1, 1), (2.1, 3), (1000.0, 60)])
 def test_retry_after_is_rounded_up_and_survives_pickling(seconds, header):
-    refusal = Refusal(503, "try later", seconds)
+    refusal = HttpError(503, "try later", seconds)
     assert refusal.retry_after == header
     assert pickle.loads(pickle.dumps(refusal)).retry_after == header
 
@@ -126,7 +126,7 @@ def test_values_of_several_tasks_are_queued_together_or_not_at_all():
     turns: list = []
     scheduler = recording(turns, batch=4, queue=2, total=9)
     accepted = submit(scheduler, "b", [1, 2])
-    with pytest.raises(Refusal, match="waiting for task 'b'"):
+    with pytest.raises(HttpError, match="waiting for task 'b'"):
         scheduler.submit({"a": [3], "b": [4]})
     assert scheduler.waiting == 2
     scheduler.start()
@@ -153,7 +153,7 @@ def test_at_the_end_no_batch_waits_for_more():
     scheduler.start()
     futures = submit(scheduler, "a", [1, 2, 3])
     assert not futures[0].done()
-    scheduler.hurry()
+    scheduler.drain()
     assert results(futures) == [1, 2, 3]
     assert results(submit(scheduler, "a", [4])) == [4]
 
@@ -202,7 +202,7 @@ def says(library: Library, name: str, data: bytes) -> str:
     """The class that a task finds likeliest."""
     (entry,) = library.find([name])
     with torch.no_grad():
-        scores = library.net(evaluation_tensor(data, entry.preprocessing)[None], task=entry.inner)[0]
+        scores = library.net(evaluation_tensor(data, entry.preprocessing)[None], task=entry.task_id)[0]
     return entry.classes[int(scores.argmax())]
 
 
@@ -214,17 +214,17 @@ def test_the_library_follows_its_folder(tmp_path):
     assert list(served.tasks) == ["birds", "cars", "original"]
     assert says(served, "birds", picture()) == offline(net, "birds", picture())[0]["class"]
     (old,) = served.find(["birds"])
-    inner = old.inner
+    task_id = old.task_id
     add(store, net, "birds", seed=9, size=24)
     add(store, net, "new", seed=3)
     store.path("cars").unlink()
     assert served.scan()
     assert list(served.tasks) == ["birds", "new", "original"]
-    assert inner in served.net.tasks  # what was accepted for it is still to be answered
+    assert task_id in served.net.tasks  # what was accepted for it is still to be answered
     assert says(served, "birds", picture()) == offline(net, "birds", picture())[0]["class"]
     del old
     served.scan()
-    assert inner not in served.net.tasks
+    assert task_id not in served.net.tasks
 
 
 def test_the_version_is_that_of_the_bytes_that_were_loaded(tmp_path, monkeypatch):
@@ -239,7 +239,7 @@ def test_the_version_is_that_of_the_bytes_that_were_loaded(tmp_path, monkeypatch
     monkeypatch.setattr(Network, "_keep", replace_the_file)
     served = Library(store, Network(net.backbone))
     served.scan()
-    assert served.tasks["birds"].about["version"] == xxhash.xxh3_64_hexdigest(loaded)
+    assert served.tasks["birds"].info["version"] == xxhash.xxh3_64_hexdigest(loaded)
 
 
 def test_a_broken_file_is_reported_and_the_old_task_goes_on(tmp_path):
@@ -269,7 +269,7 @@ def test_a_folder_that_cannot_be_read_takes_no_task_away(tmp_path):
     served.scan()
     store.folder.rename(tmp_path / "elsewhere")
     assert not served.scan()
-    assert "cannot be read" in served.errors[""]
+    assert "cannot read the store" in served.errors[""]
     assert says(served, "cars", picture()) == offline(net, "cars", picture())[0]["class"]
     (tmp_path / "elsewhere").rename(store.folder)
     assert served.scan()
@@ -303,7 +303,7 @@ def test_files_that_cannot_be_served_say_why(tmp_path):
     served = Library(store, Network(net.backbone))
     served.scan()
     assert list(served.tasks) == ["original"]
-    assert "gives features" in served.errors["features"]
+    assert "has no classifier" in served.errors["features"]
     assert "does not know" in served.errors["odd"]
     assert "cannot be a task's name" in served.errors["not a name"]
     assert not served.net.tasks
@@ -334,7 +334,7 @@ def test_matrices_lie_where_torch_would_put_them_wherever_a_file_was_read_to(tmp
     ],
 )
 def test_bad_pictures_are_refused_with_a_sentence(data, status, sentence):
-    with pytest.raises(Refusal, match=sentence) as refused:
+    with pytest.raises(HttpError, match=sentence) as refused:
         decode(data, WANTED, 10_000_000, "the image")
     assert refused.value.status == status
 
@@ -344,7 +344,7 @@ def test_a_bomb_is_never_decoded(monkeypatch):
         raise AssertionError("decoded")
 
     monkeypatch.setattr("bitgraft.serving.predictions.evaluation_tensor", decoded)
-    with pytest.raises(Refusal, match="pixels"):
+    with pytest.raises(HttpError, match="pixels"):
         decode(bomb(20_000, 20_000), WANTED, 32_000_000, "the image")
 
 
@@ -365,13 +365,13 @@ def sent(**headers: str) -> Headers:
 def test_keys_come_in_three_ways_and_are_compared_whole(tmp_path):
     (tmp_path / "keys").write_text("# ours\nfirst-key-1\n\nsecond-key-2\n")
     keys = read_keys(tmp_path / "keys")
-    assert allowed(sent(x_api_key="second-key-2"), keys)
-    assert allowed(sent(authorization="Bearer first-key-1"), keys)
-    assert allowed(sent(authorization="Basic YW55Om5vOmZpcnN0LWtleS0x"), keys) is False  # "any:no:first-key-1"
-    assert allowed(sent(authorization="Basic YW55OmZpcnN0LWtleS0x"), keys)  # "any:first-key-1"
+    assert is_authorized(sent(x_api_key="second-key-2"), keys)
+    assert is_authorized(sent(authorization="Bearer first-key-1"), keys)
+    assert is_authorized(sent(authorization="Basic YW55Om5vOmZpcnN0LWtleS0x"), keys) is False  # "any:no:first-key-1"
+    assert is_authorized(sent(authorization="Basic YW55OmZpcnN0LWtleS0x"), keys)  # "any:first-key-1"
     for wrong in ("", "first-key", "first-key-11", "# ours", "\xff"):
-        assert not allowed(sent(x_api_key=wrong, authorization="Basic %%%"), keys)
-    assert not allowed(sent(), keys)
+        assert not is_authorized(sent(x_api_key=wrong, authorization="Basic %%%"), keys)
+    assert not is_authorized(sent(), keys)
     assert not any(b"first" in key for key in keys)
 
 
@@ -386,7 +386,7 @@ def test_sizes():
     sizes = {"12": 12, "2GB": 2 * 10**9, "1.5 mb": 1_500_000, "1GiB": 2**30, "3k": 3000}
     assert {text: Settings(store=".", memory_budget=text).memory_budget for text in sizes} == sizes
     for text in ("", "GB", "-1GB", "two"):
-        with pytest.raises(ServingError, match="give a size, as in 2GB"):
+        with pytest.raises(ServingError, match="give a size such as 2GB"):
             Settings(store=".", memory_budget=text)
 
 
@@ -397,7 +397,7 @@ def test_sizes():
         ("port", 65536, "it should be less than or equal to 65535"),
         ("workers", 0, "it should be greater than or equal to 1"),
         ("threads", -1, "it should be greater than or equal to 0"),
-        ("memory_budget", -1, "give a size, as in 2GB, 500MB or 1GiB"),
+        ("memory_budget", -1, "give a size such as 2GB, 500MB or 1GiB"),
         ("max_batch", 0, "it should be greater than or equal to 1"),
         ("max_wait_ms", -0.5, "it should be greater than or equal to 0"),
         ("max_queue", 0, "it should be greater than or equal to 1"),
@@ -425,7 +425,7 @@ def test_settings_out_of_bounds_are_one_sentence(name, value, expected):
 )
 def test_turns_divide_the_threads(tmp_path, given, turns, per_turn):
     made = Settings(store=tmp_path, **given)
-    assert (made.turns_each, made.threads_per_turn) == (turns, per_turn)
+    assert (made.turns_per_worker, made.threads_per_turn) == (turns, per_turn)
 
 
 def test_answers_do_not_wait_for_acknowledgements(tmp_path):

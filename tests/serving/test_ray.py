@@ -37,7 +37,7 @@ def address(tmp_path, monkeypatch):
     }
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables})
     try:
-        with pytest.raises(ServingError, match="3 replicas need a CPU each, and Ray has 2: give fewer --workers"):
+        with pytest.raises(ServingError, match="3 replicas need one CPU each, but Ray has 2: give fewer --workers"):
             ray_app.deploy(Settings(store=store.folder, port=port, workers=3, threads=1))
         keys = (hashlib.sha256(b"an-admin-secret").digest(),)
         settings = Settings(store=store.folder, port=port, workers=2, threads=1, exact=True, poll=0.1, admin_keys=keys)
@@ -58,7 +58,7 @@ def test_replicas_give_the_offline_answers_and_refuse_as_one_process_does(addres
         both = client.post("/v1/predict", params={"task": NAMES[:2]}, content=picture(2)).json()
         assert [task["answers"][0] for task in both["tasks"]] == [offline(net, name, picture(2)) for name in NAMES[:2]]
         missing = client.post("/v1/predict/zebras", content=picture())
-        assert (missing.status_code, "known are birds" in missing.json()["error"]) == (404, True)
+        assert (missing.status_code, "known tasks are birds" in missing.json()["error"]) == (404, True)
         assert client.post("/v1/predict/birds", content=b"hello").status_code == 415
         assert {row["name"] for row in client.get("/v1/tasks").json()["tasks"]} == {*NAMES, "original"}
         assert client.get("/").status_code == 200
@@ -78,15 +78,15 @@ def test_replicas_give_the_offline_answers_and_refuse_as_one_process_does(addres
 @pytest.mark.filterwarnings("ignore")
 def test_replicas_ask_for_what_the_cluster_has():
     from bitgraft.errors import ServingError
-    from bitgraft.serving.ray_app import resources
+    from bitgraft.serving.ray_app import replica_resources
     from bitgraft.serving.settings import Settings
 
     on_gpus = Settings(store=".", workers=4, device="cuda")
-    assert resources(Settings(store=".", workers=4), {"CPU": 4, "GPU": 2}) == {"num_cpus": 1}
-    assert resources(on_gpus, {"CPU": 4, "GPU": 2}) == {"num_cpus": 1, "num_gpus": 0.5}
-    assert resources(on_gpus, {"CPU": 8, "GPU": 8}) == {"num_cpus": 1, "num_gpus": 1}
+    assert replica_resources(Settings(store=".", workers=4), {"CPU": 4, "GPU": 2}) == {"num_cpus": 1}
+    assert replica_resources(on_gpus, {"CPU": 4, "GPU": 2}) == {"num_cpus": 1, "num_gpus": 0.5}
+    assert replica_resources(on_gpus, {"CPU": 8, "GPU": 8}) == {"num_cpus": 1, "num_gpus": 1}
     with pytest.raises(ServingError, match="Ray has no GPU: leave out --device"):
-        resources(on_gpus, {"CPU": 8})
+        replica_resources(on_gpus, {"CPU": 8})
 
 
 def stays_at_home(handle: Any, attempt: int) -> bool:

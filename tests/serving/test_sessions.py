@@ -30,8 +30,8 @@ class Made:
 
     graph = None
 
-    def __init__(self, net, inner) -> None:
-        self.inner, self.nbytes = inner, SIZE
+    def __init__(self, net, task_id) -> None:
+        self.task_id, self.nbytes = task_id, SIZE
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,8 @@ def library(tmp_path):
     return made
 
 
-def holding(library, *, sessions: float, make=Made, pinned=()) -> Sessions:
-    made = Sessions(library, budget=int(sessions * SIZE), make=make, pinned=pinned)
+def holding(library, *, sessions: float, make=Made, **options) -> Sessions:
+    made = Sessions(library, budget=int(sessions * SIZE), make=make, **options)
     made._estimate = lambda: SIZE
     made.start()
     return made
@@ -67,12 +67,13 @@ def test_a_task_runs_on_pytorch_until_it_is_busy_and_then_has_its_own_session(li
     assert [held.get(birds, 1) for _ in range(BUSY - 1)] == [None] * (BUSY - 1)
     assert held.engine(birds) == "torch"
     busy(held, birds, 1)
-    assert held.get(birds, 1).inner == birds.inner
+    assert held.get(birds, 1).task_id == birds.task_id
     assert (held.engine(birds), held.get(cars, 1), len(held), held.nbytes) == ("onnxruntime", None, 1, SIZE)
 
 
 def test_the_least_recently_used_session_goes_for_a_busier_task_and_only_for_such(library):
-    held = holding(library, sessions=2)
+    events: list = []
+    held = holding(library, sessions=2, on_event=lambda *event: events.append(event))
     birds, cars, dogs = (library.tasks[name] for name in NAMES)
     busy(held, birds)
     busy(held, cars)
@@ -81,7 +82,8 @@ def test_the_least_recently_used_session_goes_for_a_busier_task_and_only_for_suc
     assert [held.engine(entry) for entry in (birds, cars, dogs)] == ["onnxruntime", "onnxruntime", "torch"]
     busy(held, dogs, BUSY)
     assert [held.engine(entry) for entry in (birds, cars, dogs)] == ["onnxruntime", "torch", "onnxruntime"]
-    assert (held.made, held.dropped, held.nbytes) == (3, 1, 2 * SIZE)
+    assert events == [("birds", "made"), ("cars", "made"), ("cars", "dropped"), ("dogs", "made")]
+    assert held.nbytes == 2 * SIZE
 
 
 def test_a_budget_below_one_session_makes_none(library):
@@ -92,8 +94,8 @@ def test_a_budget_below_one_session_makes_none(library):
 
 def test_pytorch_gets_what_sessions_leave_of_the_budget(library):
     held = holding(library, sessions=3)
-    library.net(torch.zeros(1, 3, 32, 32), task=library.tasks["birds"].inner)
-    assert library.net.resident == {library.tasks["birds"].inner}
+    library.net(torch.zeros(1, 3, 32, 32), task=library.tasks["birds"].task_id)
+    assert library.net.resident == {library.tasks["birds"].task_id}
     busy(held, library.tasks["birds"])
     until(lambda: library.net.memory == 2 * SIZE, "the budget is not shared")
     assert not library.net.resident
@@ -103,26 +105,26 @@ def test_pytorch_gets_what_sessions_leave_of_the_budget(library):
 def test_a_session_that_cannot_be_made_is_tried_once_and_said(library, problem, caplog):
     tried = []
 
-    def fail(net, inner):
-        tried.append(inner)
+    def fail(net, task_id):
+        tried.append(task_id)
         raise problem
 
     held, birds = holding(library, sessions=3, make=fail, pinned=("birds",)), library.tasks["birds"]
     until(held.ready, "it waits for ever")
     assert [held.get(birds, BUSY) for _ in range(5)] == [None] * 5
-    assert tried == [birds.inner]
+    assert tried == [birds.task_id]
     assert str(problem) in held.reasons[birds]
     assert f"birds: stays on PyTorch: {held.reasons[birds]}" in caplog.text
-    assert birds.inner in library.net.resident  # pinned all the same
+    assert birds.task_id in library.net.resident  # pinned all the same
 
 
 def test_pinned_tasks_are_made_first_and_stay(library):
     began, go = threading.Event(), threading.Event()
 
-    def slowly(net, inner):
+    def slowly(net, task_id):
         began.set()
         assert go.wait(60)
-        return Made(net, inner)
+        return Made(net, task_id)
 
     held = holding(library, sessions=1, make=slowly, pinned=("birds",))
     assert began.wait(60)
@@ -142,7 +144,7 @@ def test_a_replaced_tasks_session_goes_with_it(library):
     assert (len(held), held.ready()) == (0, False)
     held.keep_pinned()
     until(held.ready, "the new version has no session")
-    assert held.get(library.tasks["birds"], 1).inner == library.tasks["birds"].inner
+    assert held.get(library.tasks["birds"], 1).task_id == library.tasks["birds"].task_id
 
 
 def new_net(library):
@@ -151,10 +153,10 @@ def new_net(library):
 
 def test_exact_answers_and_unknown_pins(place):
     folder = place[0] / "store"
-    with pytest.raises(ServingError, match="exact answers are PyTorch's"):
+    with pytest.raises(ServingError, match="exact answers need PyTorch"):
         Settings(store=folder, exact=True, engine="onnxruntime")
-    assert not Settings(store=folder, exact=True).sessions
-    assert not Settings(store=folder, device="cuda").sessions
+    assert not Settings(store=folder, exact=True).use_sessions
+    assert not Settings(store=folder, device="cuda").use_sessions
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +227,7 @@ def test_a_new_graph_is_made_beside_the_traffic_in_a_process_of_its_own(service:
 
 
 def test_why_no_graph_can_be_made_is_the_tasks_reason(library, monkeypatch):
-    def missing(net, inner):
+    def missing(net, task_id):
         raise MissingGraphError("it is not there")
 
     asked: list = []
@@ -249,7 +251,7 @@ def ask(engine: Engine, name: str, images: int = 1, seed: int = 0) -> list:
 
 
 def test_answers_go_on_where_a_session_cannot_be_made(library):
-    def fail(net, inner):
+    def fail(net, task_id):
         raise ExportError("it has no graph")
 
     engine, net = started(library), library.net
@@ -257,21 +259,21 @@ def test_answers_go_on_where_a_session_cannot_be_made(library):
     birds = library.tasks["birds"]
     assert len(ask(engine, "birds", BUSY)) == 4
     until(lambda: birds in engine.sessions.reasons, "no session was tried")
-    wanted = offline(net, birds.inner, picture())
+    wanted = offline(net, birds.task_id, picture())
     assert near(ask(engine, "birds", BUSY), wanted)
     (row,) = [row for row in asyncio.run(engine.tasks())["tasks"] if row["name"] == "birds"]
     assert (row["engine"], row["engine_reason"]) == ("torch", "it has no graph")
 
 
 def test_a_budget_of_one_session_keeps_one_and_answers_for_all(library):
-    size = task_session(library.net, library.tasks["birds"].inner).nbytes
+    size = task_session(library.net, library.tasks["birds"].task_id).nbytes
     engine = started(library, memory_budget=int(1.5 * size))
-    wanted = {name: offline(library.net, library.tasks[name].inner, picture()) for name in NAMES}
+    wanted = {name: offline(library.net, library.tasks[name].task_id, picture()) for name in NAMES}
     for turn, name in enumerate(NAMES * 3):
         assert near(ask(engine, name, 2**turn % 60 + BUSY), wanted[name])
-        until(lambda: not len(engine.sessions._wanted), "an order is never filled")
+        until(lambda: not len(engine.sessions._pending), "an order is never filled")
         assert engine.sessions.nbytes <= 1.5 * size
-    assert (len(engine.sessions), engine.sessions.made > 0) == (1, True)
+    assert len(engine.sessions) == 1
 
 
 def test_a_task_without_a_session_runs_in_the_graph_of_others_once_it_agrees(library, monkeypatch):
@@ -279,15 +281,15 @@ def test_a_task_without_a_session_runs_in_the_graph_of_others_once_it_agrees(lib
     library.scan()
     engine = started(library, memory_budget=1)  # no room for weights
     held, image = engine.sessions, lambda entry: torch.randn(2, 3, *entry.preprocessing.size)
-    held._graph = task_session(library.net, library.tasks["birds"].inner).graph
+    held._graph = task_session(library.net, library.tasks["birds"].task_id).graph
     for name in ("birds", "cars", "small"):
         entry, engines = library.tasks[name], []
         for _ in range(3):
             images = image(entry)
-            scores, engine_name = held.passing_scores(entry, images)
+            scores, engine_name = held.run_without_session(entry, images)
             engines.append(engine_name)
-            torch.testing.assert_close(scores, torch_scores(library.net, entry.inner, images), rtol=1e-4, atol=1e-5)
-            library.net.release(entry.inner)
+            torch.testing.assert_close(scores, torch_scores(library.net, entry.task_id, images), rtol=1e-4, atol=1e-5)
+            library.net.release(entry.task_id)
         row = next(row for row in asyncio.run(engine.tasks())["tasks"] if row["name"] == name)
         assert (row["engine"], row["resident"]) == (engines[-1], False)
         assert engines == ["torch", *["torch" if name == "small" else "onnxruntime"] * 2]  # images of another size
@@ -297,15 +299,15 @@ def test_a_task_without_a_session_runs_in_the_graph_of_others_once_it_agrees(lib
 
     monkeypatch.setattr(tiers, "check_agreement", refuse)
     dogs = library.tasks["dogs"]
-    assert [held.passing_scores(dogs, image(dogs))[1] for _ in range(3)] == ["torch"] * 3
+    assert [held.run_without_session(dogs, image(dogs))[1] for _ in range(3)] == ["torch"] * 3
 
 
 def test_what_has_modules_of_its_own_goes_on_when_its_session_is_dropped(library):
     held, own = started(library, memory_budget=1).sessions, library.tasks["original"]
     held._pinned = (own.name,)
-    held._add(own, task_session(library.net, own.inner))
+    held._add(own, task_session(library.net, own.task_id))
     del held._held[own]
-    assert held.passing_scores(own, torch.randn(2, 3, *own.preprocessing.size))[1] == "torch"
+    assert held.run_without_session(own, torch.randn(2, 3, *own.preprocessing.size))[1] == "torch"
     assert held._new(own).nbytes > 0
 
 
@@ -321,7 +323,7 @@ def test_tasks_that_come_and_go_leave_nothing_behind(library):
         library.scan()
         for name in names:
             ask(engine, name, BUSY)
-        until(lambda: not len(engine.sessions._wanted), "an order is never filled")
+        until(lambda: not len(engine.sessions._pending), "an order is never filled")
         assert (len(engine.sessions), len(net.tasks)) == (8, len(before) + 8)
         for name in names:
             store.path(name).unlink()
