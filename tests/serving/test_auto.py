@@ -1,4 +1,4 @@
-"""`POST /v1/predict/auto`: the task of an image is found, over HTTP as offline."""
+"""`POST /v1/predict/auto`: identified tasks match the offline ones."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ NAMES = ("birds", "cars")
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """Tasks whose images are noise of two strengths; the third has no description."""
+    """Two tasks whose images are noise at two scales, and one without a description."""
     store, net = new_store(tmp_path_factory.mktemp("auto"), (*NAMES, "silent"))
     net.eval()
     for seed, name in enumerate(NAMES):
@@ -33,11 +33,10 @@ def library(tmp_path_factory):
             net.tasks[name].description = calibrated(found, features, net(images, task=name))
         net.save_task(name, store.path(name))
     held = Library(store, Network(net.backbone))
-    held.scan()
     return held, net
 
 
-def test_it_finds_what_is_found_offline(library):
+def test_tasks_are_identified_as_offline(library):
     held, net = library
     data = [picture(3), picture(4)]
     said = identify(held, data, 2, 1_000_000)
@@ -51,7 +50,7 @@ def test_it_finds_what_is_found_offline(library):
         assert len(one["answers"]) == (0 if one["task"] is None else 2)
 
 
-def test_over_http(library):
+def test_identification_over_http(library):
     held, _ = library
 
     class Silent(Service):
@@ -66,10 +65,9 @@ def test_over_http(library):
     assert TestClient(make_app(Silent())).post("/v1/predict/auto", content=picture(3)).status_code == 501
 
 
-def test_a_store_without_descriptions_says_so(tmp_path):
+def test_a_store_without_descriptions_is_a_conflict(tmp_path):
     store, net = new_store(tmp_path)
     held = Library(store, Network(net.backbone))
-    held.scan()
     with pytest.raises(HttpError) as refused:
         identify(held, [picture(3)], 2, 1_000_000)
     assert refused.value.status == 409

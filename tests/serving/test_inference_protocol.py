@@ -1,4 +1,4 @@
-"""Triton's own client against the service, and requests that no client of theirs would send."""
+"""Triton's own client against the service, and malformed requests."""
 
 import base64
 import json
@@ -37,8 +37,8 @@ def client(service: Served):
     made.close()
 
 
-def told(net, name: str, data: bytes) -> list[float]:
-    """The offline probabilities in the order of the classes."""
+def offline_probabilities(net, name: str, data: bytes) -> list[float]:
+    """Return the offline probabilities in the order of the classes."""
     said = {one["class"]: one["probability"] for one in offline(net, name, data)}
     return [said[name] for name in sorted(said)]
 
@@ -50,7 +50,7 @@ def as_images(pictures: list[bytes], *, binary: bool = True):
     return made
 
 
-def test_triton_sees_a_server_and_its_models(client):
+def test_triton_reads_server_and_model_metadata(client):
     assert client.is_server_live()
     assert client.is_server_ready()
     headers = {"X-API-Key": KEY}
@@ -70,7 +70,7 @@ def test_triton_gets_the_offline_answers_for_images(client, place, binary):
     net, pictures = place[1], [picture(1), picture(2)]
     wanted = [triton.InferRequestedOutput(name, binary_data=binary) for name in ("probabilities", "class")]
     said = client.infer("birds", [as_images(pictures, binary=binary)], outputs=wanted, headers={"X-API-Key": KEY})
-    assert said.as_numpy("probabilities").tolist() == [told(net, "birds", data) for data in pictures]
+    assert said.as_numpy("probabilities").tolist() == [offline_probabilities(net, "birds", data) for data in pictures]
     best = [offline(net, "birds", data, 1)[0]["class"] for data in pictures]
     assert [_text(name) for name in said.as_numpy("class")] == best
 
@@ -83,7 +83,7 @@ def test_triton_gets_the_offline_answers_for_tensors(client, place, binary):
     made = triton.InferInput("tensor", [1, *SHAPE], "FP32")
     made.set_data_from_numpy(tensor, binary_data=binary)
     said = client.infer("cars", [made], request_id="mine", headers={"X-API-Key": KEY})
-    assert said.as_numpy("probabilities").tolist() == [told(net, "cars", picture(3))]
+    assert said.as_numpy("probabilities").tolist() == [offline_probabilities(net, "cars", picture(3))]
     assert said.get_response()["id"] == "mine"
     top = triton.InferRequestedOutput("probabilities", class_count=2)
     ranked = client.infer("cars", [made], outputs=[top], headers={"X-API-Key": KEY}).as_numpy("probabilities")
@@ -124,13 +124,13 @@ def body(**changes) -> dict:
         (body() | {"outputs": [{"name": "class", "parameters": {"classification": "x"}}]}, 400, "a number of classes"),
     ],
 )
-def test_bad_requests_get_a_sentence(service: Served, sent, status, sentence):
+def test_bad_requests_get_a_message(service: Served, sent, status, sentence):
     data = sent if isinstance(sent, bytes) else json.dumps(sent)
     response = service.http.post("/v2/models/birds/infer", content=data)
     assert (response.status_code, sentence in response.json()["error"]) == (status, True), response.text
 
 
-def test_bad_bytes_after_the_json_get_a_sentence(service: Served):
+def test_bad_bytes_after_the_json_get_a_message(service: Served):
     for raw, length, sentence in [
         (b"\x09\0\0\0cut", None, "are cut off"),
         (b"\x09\0", None, "are cut off"),

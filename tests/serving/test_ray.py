@@ -1,4 +1,4 @@
-"""The service on a local Ray: the same answers and refusals, each task where its weights are."""
+"""The service on a local Ray: the same answers and errors, and requests routed by task."""
 
 import base64
 import hashlib
@@ -30,7 +30,7 @@ def address(tmp_path, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    monkeypatch.setenv("RAY_worker_niceness", "0")  # else a busy machine lets them starve
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # otherwise they starve on a busy machine
     variables = {
         "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
@@ -48,8 +48,8 @@ def address(tmp_path, monkeypatch):
         ray.shutdown()
 
 
-@pytest.mark.filterwarnings("ignore")  # Ray's own, of its own dependencies
-def test_replicas_give_the_offline_answers_and_refuse_as_one_process_does(address):
+@pytest.mark.filterwarnings("ignore")  # from Ray and its dependencies
+def test_replicas_give_the_offline_answers_and_the_same_errors(address):
     url, net = address
     with httpx.Client(base_url=url, timeout=PATIENCE, trust_env=False) as client:
         for name in (*NAMES, "original") * 2:
@@ -76,7 +76,7 @@ def test_replicas_give_the_offline_answers_and_refuse_as_one_process_does(addres
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_replicas_ask_for_what_the_cluster_has():
+def test_replicas_request_resources_that_the_cluster_has():
     from bitgraft.errors import ServingError
     from bitgraft.serving.ray_app import replica_resources
     from bitgraft.serving.settings import Settings
@@ -90,7 +90,7 @@ def test_replicas_ask_for_what_the_cluster_has():
 
 
 def stays_at_home(handle: Any, attempt: int) -> bool:
-    """Whether 16 requests for a task that was never asked for before all land where the first one did.
+    """Whether 16 requests for a new task all reach the replica of the first one.
 
     The router learns of it after a while. Earlier requests may warm the other replica too, so each attempt takes a new
     task and waits longer than the last. By chance 16 requests would hardly land in one replica of two.

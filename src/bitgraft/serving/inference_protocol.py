@@ -61,8 +61,8 @@ def add_inference_protocol(app: FastAPI, service: Service, uploads: Uploads) -> 
         if encoding := request.headers.get("content-encoding", ""):
             raise HttpError(415, f"the body is compressed with {encoding}: send it uncompressed")
         async with uploads.body(request) as body:
-            wanted = await asyncio.to_thread(read_request, body, request.headers.get(HEADER_LENGTH))
-            inferred = await service.infer(task, wanted.inputs)
+            wanted, inputs = await asyncio.to_thread(read_request, body, request.headers.get(HEADER_LENGTH))
+            inferred = await service.infer(task, inputs)
         data, headers = write_response(task, wanted, inferred)
         kind = "application/octet-stream" if HEADER_LENGTH in headers else "application/json"
         return Response(data, media_type=kind, headers=headers)

@@ -60,7 +60,7 @@ class Entry:
 
 
 class Library:
-    """`tasks` and `canaries` are replaced, never modified, so readers need no lock."""
+    """The store's tasks, loaded. `tasks` and `canaries` are replaced, never modified, so readers need no lock."""
 
     def __init__(self, store: Store, net: Network) -> None:
         self.store, self.net = store, net.eval()
@@ -77,6 +77,7 @@ class Library:
         self._original = Entry(net.original, net.original, names, preprocessing_of(net, net.original), info)
         self.tasks: Mapping[str, Entry] = {net.original: self._original}
         self.canaries: Mapping[str, Entry] = {}
+        self.scan()
 
     def find(self, names: Iterable[str]) -> list[Entry]:
         """Return the entries that answer a request to these tasks. Canaries are drawn at random by their share."""

@@ -52,7 +52,6 @@ def serve(settings: Settings) -> int:
 def open_library(settings: Settings) -> Library:
     store = Store(settings.store)
     library = Library(store, store.network(active=EVERY_TASK, memory=settings.memory_budget))
-    library.scan()
     if missing := [name for name in settings.pin if name not in library.tasks]:
         raise ServingError(f"there is no task {missing[0]!r} to pin; the store has {', '.join(library.tasks)}")
     return library

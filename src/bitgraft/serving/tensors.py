@@ -6,7 +6,6 @@ import json
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,29 +33,20 @@ class _Output(BaseModel):
     parameters: dict[str, Any] = {}
 
 
-class _Request(BaseModel):
+class InferRequest(BaseModel):
     id: str = ""
     inputs: list[_Input]
     outputs: list[_Output] = []
     parameters: dict[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class InferRequest:
-    id: str
-    inputs: Sequence[bytes] | Tensor
-    """Encoded images, or a batch (N, C, H, W)."""
-    outputs: Sequence[_Output]
-    binary: bool
-    """Whether outputs are raw by default."""
-
-
-def read_request(body: bytes, header_length: str | None) -> InferRequest:
+def read_request(body: bytes, header_length: str | None) -> tuple[InferRequest, list[bytes] | Tensor]:
+    """Return the request, and its input: encoded images, or a batch (N, C, H, W)."""
     if header_length is not None and not (header_length.isdecimal() and int(header_length) <= len(body)):
         raise HttpError(400, f"{HEADER_LENGTH} is {header_length}, but the body has {len(body)} bytes")
     length = len(body) if header_length is None else int(header_length)
     try:
-        request = _Request.model_validate_json(body[:length])
+        request = InferRequest.model_validate_json(body[:length])
     except ValidationError as problem:
         first = problem.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the request"
@@ -65,9 +55,7 @@ def read_request(body: bytes, header_length: str | None) -> InferRequest:
         raise HttpError(400, f"send one input, images or tensor, not {len(request.inputs)}")
     if unknown := [output.name for output in request.outputs if output.name not in OUTPUTS]:
         raise HttpError(400, f"there is no output {unknown[0]!r}; known outputs are {' and '.join(OUTPUTS)}")
-    inputs = _read_input(request.inputs[0], body[length:])
-    outputs = request.outputs or [_Output(name=name) for name in OUTPUTS]
-    return InferRequest(request.id, inputs, outputs, bool(request.parameters.get("binary_data_output")))
+    return request, _read_input(request.inputs[0], body[length:])
 
 
 def _read_input(given: _Input, raw: bytes) -> list[bytes] | Tensor:
@@ -117,11 +105,12 @@ def _from_base64(data: list[Any]) -> list[bytes]:
 def write_response(task: str, request: InferRequest, inferred: Inferred) -> tuple[bytes, dict[str, str]]:
     """Return the body and its headers."""
     outputs, raw = [], []
-    for output in request.outputs:
+    binary = bool(request.parameters.get("binary_data_output"))
+    for output in request.outputs or [_Output(name=name) for name in OUTPUTS]:
         values = _values(output, inferred)
         is_text = values.dtype == object
         header = {"name": output.name, "datatype": "BYTES" if is_text else "FP32", "shape": list(values.shape)}
-        if output.parameters.get("binary_data", request.binary):
+        if output.parameters.get("binary_data", binary):
             raw.append(_join(values) if is_text else values.astype("<f4").tobytes())
             outputs.append({**header, "parameters": {"binary_data_size": len(raw[-1])}})
         else:
