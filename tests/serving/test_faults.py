@@ -153,9 +153,8 @@ def test_ctrl_c_finishes_accepted_requests_without_a_traceback(place):
     with served(folder) as service, socket.create_connection(("127.0.0.1", service.port), 60) as line:
         line.sendall(head + data[:9])
         (worker,) = service.workers()
-        until(
-            lambda: "readyz" in service.http.get("/metrics").text, "it does not answer"
-        )  # so the connection was accepted
+        # an answer means that the earlier connection was accepted
+        until(lambda: "readyz" in service.http.get("/metrics").text, "it does not answer")
         os.kill(service.pid, signal.SIGTERM)
         until(lambda: "Waiting for connections" in service.said, "it does not wait")
         os.kill(worker, signal.SIGINT)
