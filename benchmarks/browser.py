@@ -83,8 +83,8 @@ def _use(page: Any, url: str, expect: Any, folder: Path, shots: Path | None) -> 
     assert page.evaluate("document.activeElement.id") == "file", "the image cannot be reached by keyboard"
     page.set_input_files("#file", folder / "rose.jpg")
     expect(page.locator("#answers .card")).to_have_count(1)  # no task is chosen, so it is found
-    expect(page.locator("#answers .card .soft")).to_contain_text("likeliest: ")
-    expect(page.locator("#status")).to_contain_text("Found, 1 image")
+    expect(page.locator("#answers .card .soft")).to_contain_text("most likely: ")
+    expect(page.locator("#status")).to_contain_text("Task identified, 1 image")
     _shoot(page, shots, "found")
     for place in (1, 2, 3):
         page.locator("#chips input").nth(place).check()
@@ -122,7 +122,7 @@ def _read(page: Any, url: str, expect: Any, folder: Path, shots: Path | None) ->
     expect(page.locator("details")).not_to_have_count(0)
     for box in page.locator("details").all():
         box.locator("summary").click()
-        expect(box.locator("h3").first).to_have_text("An answer")
+        expect(box.locator("h3").first).to_have_text("Example response")
     first = page.locator("details").first
     first.locator("input[type=file]").set_input_files(folder / "rose.jpg")
     first.locator("button").click()

@@ -181,7 +181,7 @@ def warm_up(side: Side, go: Callable[[], None]) -> None:
         for _ in range(20):
             go()
             tasks = json.loads(get(next(iter(side.ports.values())), "/v1/tasks"))["tasks"]
-            if sum(task["engine"] == "onnxruntime" for task in tasks) == FIT:
+            if sum(task["engine"] == "onnxruntime" and task["resident"] for task in tasks) == FIT:
                 break
         side.weights = [1.0] * MANY
         go()

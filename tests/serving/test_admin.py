@@ -1,4 +1,4 @@
-"""Tasks put, removed, rolled back and tried on a share of the traffic, over HTTP and by themselves."""
+"""Changing tasks: put, remove, rollback and canaries, over HTTP and as single functions."""
 
 import os
 import shutil
@@ -15,21 +15,21 @@ from services import Served, add, new_store, offline, picture, served, until
 from bitgraft.errors import TaskError
 from bitgraft.network import Network
 from bitgraft.serving.changes import change
+from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.library import Library
-from bitgraft.serving.refusals import Refusal
 from bitgraft.serving.versions import LOCK, Versions
 
 KEY = {"X-API-Key": "an-admin-secret"}
 
 
 def listed(folder: Path) -> list[Path]:
-    """The files of a store. The lock is there from the first change on."""
+    """Every file of a store except the lock, which the first change creates."""
     return sorted(path for path in folder.rglob("*") if path.name != LOCK)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A store with birds and cars, and two later versions of birds beside it."""
+    """A store with birds and cars, and two later versions of birds."""
     folder = tmp_path_factory.mktemp("admin")
     store, net = new_store(folder)
     (folder / "admin").write_text("an-admin-secret\n")
@@ -56,7 +56,7 @@ def test_a_task_is_put_replaced_rolled_back_and_removed(service: Served, place):
     second = service.http.put("/v1/tasks/new", content=files[1], headers=KEY).json()
     assert (second["previous"], second["version"] != first["version"]) == (True, True)
     assert service.predict("new", picture()).json()["version"] == second["version"]
-    for turn in (0, 1):  # back, and forth
+    for turn in (0, 1):  # back and forth
         assert service.http.post("/v1/tasks/new/rollback", headers=KEY).status_code == 200
         assert service.answers("new", picture()) == answers[turn]
     gone = service.http.delete("/v1/tasks/new", headers=KEY).json()
@@ -97,8 +97,8 @@ def test_a_canary_gets_its_share_until_it_is_promoted_or_ended(service: Served, 
 @pytest.mark.parametrize(
     ("method", "path", "data", "status", "sentence"),
     [
-        ("PUT", "/v1/tasks/bad", b"hello", 422, "the task file is refused: bad.safetensors"),
-        ("PUT", "/v1/tasks/bad", b"", 422, "the task file is refused"),
+        ("PUT", "/v1/tasks/bad", b"hello", 422, "the task file was rejected: bad.safetensors"),
+        ("PUT", "/v1/tasks/bad", b"", 422, "the task file was rejected"),
         ("PUT", "/v1/tasks/bad", bytes(100_001), 413, "larger than 0.1 MB"),
         ("PUT", "/v1/tasks/..%2Fbad", b"", 405, "see /docs"),
         ("PUT", "/v1/tasks/.bad", b"x", 400, "cannot be a task's name"),
@@ -107,18 +107,18 @@ def test_a_canary_gets_its_share_until_it_is_promoted_or_ended(service: Served, 
         ("PUT", "/v1/tasks/bad?canary=2", b"x", 422, "canary: "),
         ("DELETE", "/v1/tasks/bad", b"", 404, "there is no task 'bad'"),
         ("DELETE", "/v1/tasks/original", b"", 409, "backbone's own"),
-        ("POST", "/v1/tasks/cars/rollback", b"", 404, "no version to go back to"),
+        ("POST", "/v1/tasks/cars/rollback", b"", 404, "no previous version"),
         ("DELETE", "/v1/tasks/cars/canary", b"", 404, "no canary"),
     ],
 )
-def test_what_cannot_be_done_is_said_and_changes_nothing(service: Served, place, method, path, data, status, sentence):
+def test_an_invalid_change_is_refused_and_changes_nothing(service: Served, place, method, path, data, status, sentence):
     before = listed(place[1].folder)
     response = service.http.request(method, path, content=data, headers=KEY)
     assert (response.status_code, sentence in response.json()["error"]) == (status, True), response.text
     assert listed(place[1].folder) == before
 
 
-def test_a_canary_needs_a_task_and_a_good_file_cut_short_is_refused(service: Served, place):
+def test_a_canary_needs_a_task_and_a_truncated_file_is_rejected(service: Served, place):
     files = place[2]
     missing = service.http.put("/v1/tasks/none", params={"canary": 0.1}, content=files[0], headers=KEY)
     assert (missing.status_code, "put it without a canary" in missing.text) == (404, True)
@@ -140,7 +140,7 @@ def test_only_an_admin_key_may_change_tasks_and_it_is_off_by_default(service: Se
         assert (refused.status_code, "start the service with --admin-key-file" in refused.text) == (403, True)
 
 
-def test_puts_at_once_leave_one_of_them_and_nothing_else(service: Served, place):
+def test_concurrent_puts_leave_one_version_and_no_temporary_files(service: Served, place):
     _, store, files, answers = place
     with ThreadPoolExecutor(6) as clients:
         asked = [
@@ -153,21 +153,21 @@ def test_puts_at_once_leave_one_of_them_and_nothing_else(service: Served, place)
     assert [path.name for path in store.folder.glob(".*")] == [LOCK]
 
 
-def test_a_worker_killed_while_a_task_comes_in_leaves_the_store_as_it_was(service: Served, place):
+def test_a_worker_killed_during_an_upload_leaves_the_store_unchanged(service: Served, place):
     _, store, files, _ = place
     before = store.path("cars").read_bytes()
     lines = ["PUT /v1/tasks/cars HTTP/1.1", "Host: x", f"X-API-Key: {KEY['X-API-Key']}", "Content-Length: 9999", "", ""]
     with socket.create_connection(("127.0.0.1", service.port), 60) as line:
         line.sendall("\r\n".join(lines).encode() + files[0][:1000])
-        until(lambda: len(list(store.folder.glob(".*.part"))) == 1, "it did not begin")
+        until(lambda: len(list(store.folder.glob(".*.part"))) == 1, "the upload did not start")
         (worker,) = service.workers()
         os.kill(worker, signal.SIGKILL)
-        until(lambda: service.workers() not in ([], [worker]), "no worker took its place")
-    until(service._ready, "it does not answer again")
+        until(lambda: service.workers() not in ([], [worker]), "the worker was not replaced")
+    until(service._ready, "the service does not answer again")
     assert store.path("cars").read_bytes() == before
     assert "cars" in service.tasks()
     for part in store.folder.glob(".*.part"):
-        part.unlink()  # a later write would, after an hour
+        part.unlink()  # a later write deletes it after an hour
 
 
 STEPS = ("put", "put again", "canary", "promote", "rollback", "remove")
@@ -183,9 +183,9 @@ def act(versions: Versions, step: str, files: list[bytes], part) -> None:
 
 
 def killed_at(number: int, work) -> bool:
-    """Whether `work` was killed at its so-manieth change of a file's name, in a process of its own."""
+    """Run `work` in a child that is killed before its change number `number`. Return whether that was reached."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # it does no more than rename files
+        warnings.simplefilter("ignore", DeprecationWarning)  # the child only renames files
         process = os.fork()
     if process == 0:
         left = number
@@ -210,7 +210,7 @@ def killed_at(number: int, work) -> bool:
 
 
 @pytest.mark.parametrize("last", range(len(STEPS)))
-def test_killed_between_any_two_steps_every_file_is_whole_and_the_next_change_works(place, tmp_path, last):
+def test_a_kill_between_any_two_steps_leaves_complete_files_and_the_next_change_works(place, tmp_path, last):
     _, store, files, _ = place
     for number in range(10):
         folder = tmp_path / str(number)
@@ -227,14 +227,13 @@ def test_killed_between_any_two_steps_every_file_is_whole_and_the_next_change_wo
         act(versions, "put", files, versions.part())
         if not killed:
             return
-    raise AssertionError("it has no end")
+    raise AssertionError("it never ran to its end")
 
 
 @pytest.fixture
 def library(tmp_path):
     store, net = new_store(tmp_path)
     made = Library(store, Network(net.backbone))
-    made.scan()
     return made, net
 
 
@@ -245,22 +244,22 @@ def test_a_checked_file_is_not_kept_in_memory(library, tmp_path):
     assert set(made.net.tasks) == before
     net.add_task("features", head=None)
     net.save_task("features", tmp_path / "file")
-    with pytest.raises(TaskError, match="'features' gives features"):
+    with pytest.raises(TaskError, match="'features' has no classifier"):
         made.check("features", tmp_path / "file")
     assert set(made.net.tasks) == before
 
 
-def test_a_rollback_to_a_broken_file_is_refused_and_old_parts_are_swept(library):
+def test_a_rollback_to_a_broken_file_is_rejected_and_stale_temporary_files_are_deleted(library):
     made, _ = library
     versions, whole = Versions(made.store), made.store.path("birds").read_bytes()
-    made.store.path("birds").write_bytes(whole[:100])  # by hand
+    made.store.path("birds").write_bytes(whole[:100])
     part, left = versions.part(), versions.part()
     part.write_bytes(whole)
     left.write_bytes(b"left by a kill")
     os.utime(left, (1, 1))
-    change(made, "put", "birds", str(part))
+    change(made, "put", "birds", part)
     assert not left.exists()
-    with pytest.raises(Refusal, match="the task file is refused: birds"):
+    with pytest.raises(HttpError, match="the task file was rejected: birds"):
         change(made, "rollback", "birds")
     assert made.store.path("birds").read_bytes() == whole
 
@@ -271,16 +270,16 @@ def test_a_canary_without_its_share_is_reported(library):
     folder.mkdir()
     shutil.copy(made.store.path("birds"), folder)
     made.scan()
-    assert "share cannot be read from birds.json" in made.errors["canary/birds"]
+    assert "share from birds.json" in made.errors["canary/birds"]
     assert not made.canaries
     (folder / "birds.json").write_text('{"share": 0.25}')
     os.utime(folder / "birds.safetensors", (1, 1))
     made.scan()
     assert not made.errors
-    assert made.about(made.tasks["birds"])["canary"]["share"] == 0.25
+    assert made.info(made.tasks["birds"])["canary"]["share"] == 0.25
 
 
-def test_a_task_that_others_build_on_is_neither_replaced_nor_removed(tmp_path):
+def test_a_task_that_others_build_on_cannot_be_removed(tmp_path):
     store, net = new_store(tmp_path, names=())
     for name in ("z", "a"):  # a builds on z
         net.add_task(name, classes=3, method="packnet").prune(0.5)
@@ -288,14 +287,13 @@ def test_a_task_that_others_build_on_is_neither_replaced_nor_removed(tmp_path):
         net.tasks[name].freeze()
         net.eval().save_task(name, store.path(name))
     made = Library(store, Network(net.backbone))
-    made.scan()
-    with pytest.raises(Refusal, match="'a' builds on it") as refused:
+    with pytest.raises(HttpError, match="'a' builds on it") as refused:
         change(made, "remove", "z")
     assert refused.value.status == 409
     assert change(made, "remove", "a")["previous"]
 
 
-def test_changes_wait_for_one_another(place):
+def test_changes_are_serialised(place):
     versions, order = Versions(place[1]), []
 
     def second() -> None:

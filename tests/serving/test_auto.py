@@ -1,4 +1,4 @@
-"""`POST /v1/predict/auto`: the task of an image is found, over HTTP as offline."""
+"""`POST /v1/predict/auto`: identified tasks match the offline ones."""
 
 import pytest
 import torch
@@ -8,11 +8,11 @@ from services import new_store, picture
 from bitgraft.network import Network
 from bitgraft.runtime.identify.fitting import calibrated, fit_description
 from bitgraft.serving.app import make_app
-from bitgraft.serving.auto import find
+from bitgraft.serving.auto import identify
 from bitgraft.serving.engine import Service
+from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.library import Library
 from bitgraft.serving.metrics import Metrics
-from bitgraft.serving.refusals import Refusal
 from bitgraft.serving.settings import Settings
 from bitgraft.serving.tracing import Tracing
 from bitgraft.workflows import identification
@@ -22,7 +22,7 @@ NAMES = ("birds", "cars")
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """Tasks whose images are noise of two strengths; the third has no description."""
+    """Two tasks whose images are noise at two scales, and one without a description."""
     store, net = new_store(tmp_path_factory.mktemp("auto"), (*NAMES, "silent"))
     net.eval()
     for seed, name in enumerate(NAMES):
@@ -33,14 +33,13 @@ def library(tmp_path_factory):
             net.tasks[name].description = calibrated(found, features, net(images, task=name))
         net.save_task(name, store.path(name))
     held = Library(store, Network(net.backbone))
-    held.scan()
     return held, net
 
 
-def test_it_finds_what_is_found_offline(library):
+def test_tasks_are_identified_as_offline(library):
     held, net = library
     data = [picture(3), picture(4)]
-    said = find(held, data, 2, 1_000_000)
+    said = identify(held, data, 2, 1_000_000)
     offline = identification.find(net, [identification.prepare(net, one) for one in data], top=2)
     assert [one["task"] for one in said] == [one["task"] for one in offline]
     for one, other in zip(said, offline, strict=True):
@@ -51,26 +50,25 @@ def test_it_finds_what_is_found_offline(library):
         assert len(one["answers"]) == (0 if one["task"] is None else 2)
 
 
-def test_over_http(library):
+def test_identification_over_http(library):
     held, _ = library
 
     class Silent(Service):
         settings, metrics, tracing = Settings(store=held.store.folder), Metrics(), Tracing(None)
 
     class Finding(Silent):
-        async def find(self, images, top):
-            return find(held, images, top, 1_000_000)
+        async def identify(self, images, top):
+            return identify(held, images, top, 1_000_000)
 
     said = TestClient(make_app(Finding())).post("/v1/predict/auto", content=picture(3)).json()
     assert said["images"][0]["route"][0]["task"] in NAMES
     assert TestClient(make_app(Silent())).post("/v1/predict/auto", content=picture(3)).status_code == 501
 
 
-def test_a_store_without_descriptions_says_so(tmp_path):
+def test_a_store_without_descriptions_is_a_conflict(tmp_path):
     store, net = new_store(tmp_path)
     held = Library(store, Network(net.backbone))
-    held.scan()
-    with pytest.raises(Refusal) as refused:
-        find(held, [picture(3)], 2, 1_000_000)
+    with pytest.raises(HttpError) as refused:
+        identify(held, [picture(3)], 2, 1_000_000)
     assert refused.value.status == 409
-    assert "bitgraft describe" in refused.value.sentence
+    assert "bitgraft describe" in refused.value.message

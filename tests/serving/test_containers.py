@@ -1,4 +1,4 @@
-"""The container's command lines, run without a container: they serve, and the health check tells whether they do."""
+"""The container's command lines and health check, run without a container."""
 
 import json
 import re
@@ -13,12 +13,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def last(instruction: str) -> list[str]:
-    """The words of the last instruction of that name in the Dockerfile."""
+    """Return the arguments of the last such instruction in the Dockerfile."""
     text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
     return json.loads(re.findall(rf"^{instruction} .*?(\[.*\])$", text, re.MULTILINE)[-1])
 
 
-def test_the_image_serves_and_knows_whether_it_is_healthy(tmp_path):
+def test_the_image_serves_and_reports_its_health(tmp_path):
     _, net = new_store(tmp_path)
     program, command, *entry = last("ENTRYPOINT")
     replica = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["replica"]["command"]

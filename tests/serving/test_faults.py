@@ -1,4 +1,4 @@
-"""What must not stop the service: a killed worker, a file swapped under traffic, slow clients, floods of nonsense."""
+"""The service survives killed workers, files replaced under traffic, slow clients and floods of bad requests."""
 
 import json
 import os
@@ -22,14 +22,14 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def service(place):
-    """In onnxruntime; `test_ctrl_c` below has exact answers of PyTorch."""
+    """On onnxruntime; the Ctrl-C test below runs exact answers on PyTorch."""
     pinned = ("--engine", "onnxruntime", "--pin", "birds", "--pin", "cars")
     with served(place[0], "--workers", "2", "--patience", "1", "--poll", "0.1", *pinned) as running:
         yield running
 
 
-def again_and_again(service: Served, name: str, data: bytes) -> list:
-    """As a client does whose connection may break."""
+def answers_with_retries(service: Served, name: str, data: bytes) -> list:
+    """Retry when the connection breaks, as a client would."""
     for _ in range(50):
         try:
             return service.answers(name, data)
@@ -38,7 +38,7 @@ def again_and_again(service: Served, name: str, data: bytes) -> list:
     raise AssertionError("no answer after 50 tries")
 
 
-def test_a_killed_worker_is_started_again_and_others_answer_meanwhile(service: Served, place):
+def test_a_killed_worker_is_replaced_while_the_other_answers(service: Served, place):
     _, _, net = place
     wanted = {(name, seed): offline(net, name, picture(seed)) for name in ("birds", "cars") for seed in range(3)}
     before = service.workers()
@@ -49,7 +49,7 @@ def test_a_killed_worker_is_started_again_and_others_answer_meanwhile(service: S
         asked = 0
         while not ended.is_set():
             for (name, seed), want in wanted.items():
-                assert near(again_and_again(service, name, picture(seed)), want)
+                assert near(answers_with_retries(service, name, picture(seed)), want)
                 asked += 1
         return asked
 
@@ -58,15 +58,15 @@ def test_a_killed_worker_is_started_again_and_others_answer_meanwhile(service: S
         try:
             for worker in before:
                 os.kill(worker, signal.SIGKILL)
-                until(lambda: len(service.workers()) == 2, "no worker took its place")
-            until(lambda: not set(service.workers()) & set(before), "the old ones are still there")
+                until(lambda: len(service.workers()) == 2, "the worker was not replaced")
+            until(lambda: not set(service.workers()) & set(before), "the old workers are still there")
         finally:
             ended.set()
         assert all(one.result(60) > 0 for one in asking)
     assert service.said.count("starting another") == 2
 
 
-def test_a_file_swapped_under_traffic_gives_the_old_answer_or_the_new_never_a_mixture(service: Served, place):
+def test_a_file_replaced_under_traffic_gives_old_or_new_answers_and_no_mixture(service: Served, place):
     _, store, net = place
     versions = [offline(net, "birds", picture())]
     said: list = []
@@ -82,7 +82,7 @@ def test_a_file_swapped_under_traffic_gives_the_old_answer_or_the_new_never_a_mi
             for seed, classes in [(11, 3), (12, 6), (13, 4)]:
                 add(store, net, "birds", seed=seed, classes=classes)
                 versions.append(new := offline(net, "birds", picture()))
-                until(lambda new=new: any(near(one, new) for one in said[-2:]), "the new file was not picked up")
+                until(lambda new=new: any(near(one, new) for one in said[-2:]), "the new file was not loaded")
         finally:
             ended.set()
         for one in asking:
@@ -90,10 +90,10 @@ def test_a_file_swapped_under_traffic_gives_the_old_answer_or_the_new_never_a_mi
     assert len({str(version) for version in versions}) == 4
     assert all(any(near(answer, version) for version in versions) for answer in said)
     new = versions[-1]
-    until(lambda: all(near(service.answers("birds", picture()), new) for _ in range(8)), "a worker has an old one")
+    until(lambda: all(near(service.answers("birds", picture()), new) for _ in range(8)), "a worker has the old file")
 
 
-def test_slow_clients_are_let_go_and_keep_nobody_waiting(service: Served, place):
+def test_slow_clients_are_disconnected_and_block_nobody(service: Served, place):
     _, _, net = place
     head = b"POST /v1/predict/cars HTTP/1.1\r\nHost: x\r\n"
     parts = [b"", b"POST /v1", head, head + b"Content-Length: 100\r\n\r\n" + b"x" * 10]
@@ -103,14 +103,14 @@ def test_slow_clients_are_let_go_and_keep_nobody_waiting(service: Served, place)
             line.sendall(parts[number % 4])
         assert near(service.answers("cars", picture()), offline(net, "cars", picture()))
         for number, line in enumerate(lines):
-            reply = line.recv(4096)  # the end, which comes by itself
+            reply = line.recv(4096)  # until the server closes the connection
             assert reply == b"" if number % 4 < 3 else b" 408 " in reply
     finally:
         for line in lines:
             line.close()
 
 
-def test_a_flood_of_nonsense_does_not_touch_good_requests(service: Served, place):
+def test_a_flood_of_bad_requests_does_not_affect_good_ones(service: Served, place):
     _, _, net = place
     rng = random.Random(0)
     whole = picture(1, kind="JPEG")
@@ -129,11 +129,12 @@ def test_a_flood_of_nonsense_does_not_touch_good_requests(service: Served, place
         data = (nonsense + broken)[number % (len(nonsense) + len(broken))]
         try:
             return service.http.post(f"/v1/predict/{paths[number % len(paths)]}", content=data).status_code
-        except httpx.TransportError:  # a line that was idle for long, closed as the request came
+        except httpx.TransportError:  # an idle connection that was closed just then
             return bad(number)
 
     def good(number: int) -> bool:
-        return near(again_and_again(service, "cars", picture(number % 5)), offline(net, "cars", picture(number % 5)))
+        data = picture(number % 5)
+        return near(answers_with_retries(service, "cars", data), offline(net, "cars", data))
 
     with ThreadPoolExecutor(8) as clients:
         flood = [clients.submit(bad, number) for number in range(300)]
@@ -144,7 +145,7 @@ def test_a_flood_of_nonsense_does_not_touch_good_requests(service: Served, place
     assert "Traceback" not in service.said
 
 
-def test_ctrl_c_answers_what_was_accepted_and_leaves_no_traceback(place):
+def test_ctrl_c_finishes_accepted_requests_without_a_traceback(place):
     """A terminal sends SIGINT to every process, and the supervisor SIGTERM to its workers, in any order."""
     folder, _, net = place
     data, wanted = picture(), offline(net, "cars", picture())
@@ -152,7 +153,8 @@ def test_ctrl_c_answers_what_was_accepted_and_leaves_no_traceback(place):
     with served(folder) as service, socket.create_connection(("127.0.0.1", service.port), 60) as line:
         line.sendall(head + data[:9])
         (worker,) = service.workers()
-        until(lambda: "readyz" in service.http.get("/metrics").text, "it does not answer")  # so the line was taken
+        # an answer means that the earlier connection was accepted
+        until(lambda: "readyz" in service.http.get("/metrics").text, "it does not answer")
         os.kill(service.pid, signal.SIGTERM)
         until(lambda: "Waiting for connections" in service.said, "it does not wait")
         os.kill(worker, signal.SIGINT)
@@ -163,7 +165,7 @@ def test_ctrl_c_answers_what_was_accepted_and_leaves_no_traceback(place):
         assert (service.code, "Traceback" in service.said) == (0, False)
 
 
-def test_what_cannot_be_served_is_said_in_one_sentence(tmp_path, capsys, monkeypatch):
+def test_bad_options_are_one_line_errors(tmp_path, capsys, monkeypatch):
     from images import bitgraft
 
     code, _, err = bitgraft(capsys, monkeypatch, "serve", "--store", str(tmp_path / "none"))
@@ -171,4 +173,4 @@ def test_what_cannot_be_served_is_said_in_one_sentence(tmp_path, capsys, monkeyp
     code, _, err = bitgraft(capsys, monkeypatch, "serve", "--memory-budget", "much")
     assert (code, "--memory-budget much: give a size" in err) == (2, True)
     code, _, err = bitgraft(capsys, monkeypatch, "serve", "--api-key-file", str(tmp_path / "none"))
-    assert (code, "API keys cannot be read" in err) == (1, True)
+    assert (code, "cannot read API keys" in err) == (1, True)

@@ -1,4 +1,4 @@
-"""The service over HTTP, as a client finds it: answers, refusals, keys, pages."""
+"""The service as an HTTP client sees it: answers, errors, keys, pages."""
 
 import socket
 import time
@@ -25,7 +25,7 @@ def service(place):
         yield running
 
 
-def test_an_image_as_it_is_or_in_a_form_gets_the_offline_answer(service: Served, place):
+def test_an_image_as_the_body_or_in_a_form_gets_the_offline_answer(service: Served, place):
     _, _, net = place
     for name in (*NAMES, "original"):
         assert service.answers(name, picture(3)) == offline(net, name, picture(3))
@@ -54,7 +54,7 @@ def test_answers_under_mixed_traffic_equal_the_offline_ones_to_the_last_bit(serv
     assert said == [offline(net, name, data) for name, data in asked]
 
 
-def test_the_store_is_told(service: Served):
+def test_tasks_are_listed(service: Served):
     service.answers("birds", picture())
     row = service.tasks()["birds"]
     assert (row["method"], row["classes"], row["resident"]) == ("full", 4, True)
@@ -68,7 +68,7 @@ def test_the_store_is_told(service: Served):
     assert missing.status_code == 404
 
 
-def test_pages_load_nothing_from_elsewhere(service: Served):
+def test_pages_load_nothing_from_other_hosts(service: Served):
     for path in ("/", "/docs"):
         page = service.http.get(path)
         assert page.headers["content-type"].startswith("text/html")
@@ -80,7 +80,7 @@ def test_pages_load_nothing_from_elsewhere(service: Served):
     assert {"/v1/predict", "/v1/predict/{task}", "/v1/tasks", "/healthz", "/metrics"} <= set(api["paths"])
 
 
-def test_health_and_numbers(service: Served):
+def test_health_and_metrics(service: Served):
     service.answers("cars", picture())
     assert service.http.get("/healthz").json() == {"status": "ok"}
     assert service.http.get("/readyz").status_code == 200
@@ -98,7 +98,7 @@ def test_health_and_numbers(service: Served):
             "/v1/predict/zebras",
             picture(),
             404,
-            "there is no task 'zebras'; known are birds, cars, dogs, eggs, original",
+            "there is no task 'zebras'; known tasks are birds, cars, dogs, eggs, original",
         ),
         ("/v1/predict/..%2F..%2Fetc%2Fpasswd", picture(), 400, "cannot be a task's name"),
         ("/v1/predict/%2Fetc%2Fpasswd", picture(), 400, "cannot be a task's name"),
@@ -106,7 +106,7 @@ def test_health_and_numbers(service: Served):
         ("/v1/predict/birds%00", picture(), 400, "cannot be a task's name"),
         ("/v1/predict/birds?top=0", picture(), 422, "top: "),
         ("/v1/predict/birds?top=many", picture(), 422, "top: "),
-        ("/v1/predict", picture(), 422, "name the tasks"),
+        ("/v1/predict", picture(), 422, "no task given"),
         ("/v1/predict?task=birds&task=zebras", picture(), 404, "there is no task 'zebras'"),
         ("/v1/predict/birds", b"", 400, "there is no image"),
         ("/v1/predict/birds", b"<svg/>", 415, "not an image"),
@@ -116,12 +116,12 @@ def test_health_and_numbers(service: Served):
         ("/v1/nothing", picture(), 404, "see /docs"),
     ],
 )
-def test_bad_requests_get_a_status_and_a_sentence(service: Served, path, data, status, sentence):
+def test_bad_requests_get_a_status_and_a_message(service: Served, path, data, status, sentence):
     response = service.http.post(path, content=data)
     assert (response.status_code, sentence in response.json()["error"]) == (status, True), response.text
 
 
-def test_bad_forms_get_a_sentence(service: Served):
+def test_bad_forms_get_a_message(service: Served):
     def send(body: bytes, kind: str) -> httpx.Response:
         return service.http.post("/v1/predict/birds", content=body, headers={"Content-Type": kind})
 
@@ -145,8 +145,8 @@ def test_bad_forms_get_a_sentence(service: Served):
     assert (refused.status_code, "image 2" in refused.text) == (415, True)
 
 
-def test_who_is_still_sending_reads_why_it_is_refused(service: Served):
-    """What is wrong is plain from the header; closing the line at once would throw the answer away with the rest."""
+def test_a_client_that_is_still_sending_can_read_the_error(service: Served):
+    """The headers are already wrong, but closing the connection at once would discard the response."""
     for kind, sentence in [
         ("multipart/form-data", b"cannot be read"),
         ("application/x-www-form-urlencoded", b"--data"),
@@ -161,8 +161,8 @@ def test_who_is_still_sending_reads_why_it_is_refused(service: Served):
         assert sentence in said
 
 
-def test_an_endless_upload_is_cut_off_while_it_is_read(service: Served):
-    """100 MB without a stated length: the limit is 1 MB, so most of it is never taken."""
+def test_a_large_upload_is_cut_off_while_it_is_read(service: Served):
+    """100 MB without Content-Length: the limit is 1 MB, so most of it is never read."""
     head = b"POST /v1/predict/birds HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     piece = b"100000\r\n" + bytes(2**20) + b"\r\n"
     sent = 0
@@ -177,17 +177,17 @@ def test_an_endless_upload_is_cut_off_while_it_is_read(service: Served):
     assert sent < 50 * 2**20
 
     def refused() -> bool:
-        """A client that goes on sending may find the line closed before it has read why."""
+        """A client that keeps sending may find the connection closed before it can read the response."""
         try:
             return service.predict("birds", bytes(100_000_000)).status_code == 413
         except httpx.TransportError:
             return False
 
-    until(refused, "it never said why")
+    until(refused, "the client never got the 413")
     assert service.answers("birds", picture())
 
 
-def test_a_key_guards_everything_but_health(place, tmp_path):
+def test_a_key_protects_everything_but_health(place, tmp_path):
     folder, _, net = place
     (tmp_path / "keys").write_text("a-long-secret\n")
     with served(folder, "--api-key-file", str(tmp_path / "keys")) as service:
@@ -206,13 +206,13 @@ def test_a_key_guards_everything_but_health(place, tmp_path):
         assert "a-long-secret" not in service.said
 
 
-def test_full_queues_say_when_to_come_back_and_sigterm_finishes_what_was_accepted(place):
-    """A batch waits for minutes here, so that queues are full for as long as the test needs."""
+def test_full_queues_send_retry_after_and_sigterm_finishes_accepted_requests(place):
+    """Batches wait for ten minutes here, so queues stay full as long as the test needs."""
     folder, _, net = place
     options = ("--max-queue", "1", "--max-wait-ms", "600000", "--grace", "60")
     with served(folder, *options) as service, ThreadPoolExecutor(4) as clients:
         waiting = [clients.submit(service.answers, name, picture()) for name in NAMES]
-        until(lambda: "bitgraft_waiting_images 4.0" in service.http.get("/metrics").text, "they did not get there")
+        until(lambda: "bitgraft_waiting_images 4.0" in service.http.get("/metrics").text, "they were not queued")
         crowded, full = service.predict("birds", picture()), service.predict("original", picture())
         assert [crowded.status_code, full.status_code] == [503, 503]
         assert int(full.headers["retry-after"]) >= 1
@@ -220,25 +220,25 @@ def test_full_queues_say_when_to_come_back_and_sigterm_finishes_what_was_accepte
         assert [one.result(60) for one in waiting] == [offline(net, name, picture()) for name in NAMES]
 
 
-def test_one_crowded_task_leaves_room_for_the_others(place):
+def test_a_full_queue_leaves_room_for_other_tasks(place):
     folder, _, net = place
     options = ("--max-queue", "1", "--max-batch", "2", "--max-wait-ms", "600000", "--grace", "60")
     with served(folder, *options) as service, ThreadPoolExecutor(2) as clients:
         first = clients.submit(service.answers, "birds", picture())
-        until(lambda: "bitgraft_waiting_images 1.0" in service.http.get("/metrics").text, "it did not get there")
+        until(lambda: "bitgraft_waiting_images 1.0" in service.http.get("/metrics").text, "it was not queued")
         crowded = service.predict("birds", picture())
         assert crowded.status_code == 429
         assert int(crowded.headers["retry-after"]) >= 1
         second = clients.submit(service.answers, "cars", picture())
-        until(lambda: "bitgraft_waiting_images 2.0" in service.http.get("/metrics").text, "it was not taken")
+        until(lambda: "bitgraft_waiting_images 2.0" in service.http.get("/metrics").text, "it was not queued")
         assert service.end() == 0
         assert [first.result(60), second.result(60)] == [offline(net, n, picture()) for n in ("birds", "cars")]
 
 
-def test_files_are_picked_up_while_it_runs(service: Served, place):
+def test_files_are_loaded_and_removed_while_it_runs(service: Served, place):
     _, store, net = place
     add(store, net, "fish", seed=7)
-    until(lambda: "fish" in service.tasks(), "the new task was not picked up")
+    until(lambda: "fish" in service.tasks(), "the new task was not loaded")
     assert service.answers("fish", picture()) == offline(net, "fish", picture())
     whole = store.path("fish").read_bytes()
     store.path("fish").write_bytes(whole[: len(whole) // 2])

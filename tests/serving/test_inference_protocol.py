@@ -1,4 +1,4 @@
-"""Triton's own client against the service, and requests that no client of theirs would send."""
+"""Triton's own client against the service, and malformed requests."""
 
 import base64
 import json
@@ -37,8 +37,8 @@ def client(service: Served):
     made.close()
 
 
-def told(net, name: str, data: bytes) -> list[float]:
-    """The offline probabilities in the order of the classes."""
+def offline_probabilities(net, name: str, data: bytes) -> list[float]:
+    """Return the offline probabilities in the order of the classes."""
     said = {one["class"]: one["probability"] for one in offline(net, name, data)}
     return [said[name] for name in sorted(said)]
 
@@ -50,7 +50,7 @@ def as_images(pictures: list[bytes], *, binary: bool = True):
     return made
 
 
-def test_triton_sees_a_server_and_its_models(client):
+def test_triton_reads_server_and_model_metadata(client):
     assert client.is_server_live()
     assert client.is_server_ready()
     headers = {"X-API-Key": KEY}
@@ -70,7 +70,7 @@ def test_triton_gets_the_offline_answers_for_images(client, place, binary):
     net, pictures = place[1], [picture(1), picture(2)]
     wanted = [triton.InferRequestedOutput(name, binary_data=binary) for name in ("probabilities", "class")]
     said = client.infer("birds", [as_images(pictures, binary=binary)], outputs=wanted, headers={"X-API-Key": KEY})
-    assert said.as_numpy("probabilities").tolist() == [told(net, "birds", data) for data in pictures]
+    assert said.as_numpy("probabilities").tolist() == [offline_probabilities(net, "birds", data) for data in pictures]
     best = [offline(net, "birds", data, 1)[0]["class"] for data in pictures]
     assert [_text(name) for name in said.as_numpy("class")] == best
 
@@ -83,7 +83,7 @@ def test_triton_gets_the_offline_answers_for_tensors(client, place, binary):
     made = triton.InferInput("tensor", [1, *SHAPE], "FP32")
     made.set_data_from_numpy(tensor, binary_data=binary)
     said = client.infer("cars", [made], request_id="mine", headers={"X-API-Key": KEY})
-    assert said.as_numpy("probabilities").tolist() == [told(net, "cars", picture(3))]
+    assert said.as_numpy("probabilities").tolist() == [offline_probabilities(net, "cars", picture(3))]
     assert said.get_response()["id"] == "mine"
     top = triton.InferRequestedOutput("probabilities", class_count=2)
     ranked = client.infer("cars", [made], outputs=[top], headers={"X-API-Key": KEY}).as_numpy("probabilities")
@@ -106,34 +106,34 @@ def body(**changes) -> dict:
         (b"hello", 400, "the request: Invalid JSON"),
         ({}, 400, "inputs: Field required"),
         ({"inputs": []}, 400, "send one input"),
-        ({"inputs": body()["inputs"] * 2}, 400, "there are 2"),
+        ({"inputs": body()["inputs"] * 2}, 400, "not 2"),
         (body(datatype="INT8"), 400, "is INT8: send images as BYTES"),
-        (body(shape=[2]), 400, "has shape [2], and 1 values"),
+        (body(shape=[2]), 400, "has shape [2], but 1 values"),
         (body(shape=[-1]), 400, "has shape [-1]"),
         (body(data=["%"]), 400, "base64"),
         (body(data=[7]), 400, "base64"),
-        (body(data=None), 400, "needs its data"),
-        (body(parameters={"binary_data_size": 9}), 400, "needs its data"),
+        (body(data=None), 400, "needs data"),
+        (body(parameters={"binary_data_size": 9}), 400, "needs data"),
         (body(data=["aGVsbG8="]), 415, "not an image"),
-        (body(datatype="FP32", data=["x"]), 400, "not numbers"),
-        (body(datatype="FP32", data=[[1], [1, 2]]), 400, "not numbers"),
+        (body(datatype="FP32", data=["x"]), 400, "not 32-bit numbers"),
+        (body(datatype="FP32", data=[[1], [1, 2]]), 400, "not 32-bit numbers"),
         (body(datatype="FP32", data=[1.5]), 422, "the tensor has shape [1]: this task takes [n, 3, 32, 32]"),
-        (body(datatype="FP32", shape=[1, *SHAPE], data=[1e39] * 3072), 422, "not finite"),
+        (body(datatype="FP32", shape=[1, *SHAPE], data=[1e39] * 3072), 422, "NaN or infinite"),
         (body(shape=[5], data=body()["inputs"][0]["data"] * 5), 413, "5 images for 1 tasks are too many"),
         (body() | {"outputs": [{"name": "logits"}]}, 400, "there is no output 'logits'"),
         (body() | {"outputs": [{"name": "class", "parameters": {"classification": "x"}}]}, 400, "a number of classes"),
     ],
 )
-def test_bad_requests_get_a_sentence(service: Served, sent, status, sentence):
+def test_bad_requests_get_a_message(service: Served, sent, status, sentence):
     data = sent if isinstance(sent, bytes) else json.dumps(sent)
     response = service.http.post("/v2/models/birds/infer", content=data)
     assert (response.status_code, sentence in response.json()["error"]) == (status, True), response.text
 
 
-def test_bad_bytes_after_the_json_get_a_sentence(service: Served):
+def test_bad_bytes_after_the_json_get_a_message(service: Served):
     for raw, length, sentence in [
-        (b"\x09\0\0\0cut", None, "end in the middle"),
-        (b"\x09\0", None, "end in the middle"),
+        (b"\x09\0\0\0cut", None, "are cut off"),
+        (b"\x09\0", None, "are cut off"),
         (b"", "99999", "the body has"),
         (b"", "x", "the body has"),
     ]:

@@ -1,9 +1,8 @@
-"""What an operator sees: request ids, the access log, metrics by task, traces."""
+"""Observability: request ids, the access log, metrics per task, traces."""
 
 import asyncio
 import json
 import sys
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -15,8 +14,7 @@ from bitgraft.serving.app import make_app
 from bitgraft.serving.class_names import imagenet_names
 from bitgraft.serving.engine import Engine
 from bitgraft.serving.library import Library
-from bitgraft.serving.logs import accept_id
-from bitgraft.serving.sessions import BUSY, Sessions
+from bitgraft.serving.logs import valid_or_new_id
 from bitgraft.serving.settings import Settings
 from bitgraft.serving.tracing import Tracing
 from bitgraft.store import Backbone
@@ -30,19 +28,19 @@ def service(tmp_path_factory):
         yield running
 
 
-def test_a_request_id_comes_back_and_a_bad_one_is_replaced(service: Served):
+def test_a_request_id_is_returned_and_a_bad_one_replaced(service: Served):
     assert service.http.get("/healthz", headers={"X-Request-ID": "mine-1"}).headers["x-request-id"] == "mine-1"
     made = {service.http.get("/healthz").headers["x-request-id"] for _ in range(2)}
     assert len(made) == 2
     assert service.http.get("/nothing", headers={"X-Request-ID": "x" * 200}).headers["x-request-id"] != "x" * 200
-    assert accept_id("a\nb") != "a\nb"
+    assert valid_or_new_id("a\nb") != "a\nb"
 
 
 def test_the_log_is_json_with_one_line_for_each_request(service: Served):
     response = service.http.post("/v1/predict/birds", content=picture(), headers={"X-Request-ID": "logged-1"})
     assert response.status_code == 200
     service.http.post("/v1/predict/zebras?key=secret", content=picture(), headers={"X-Request-ID": "logged-2"})
-    until(lambda: "logged-2" in service.said, "it was not logged")  # which is done after the response
+    until(lambda: "logged-2" in service.said, "it was not logged")  # which happens after the response
     lines = [json.loads(line) for line in service.said.splitlines() if not line.startswith("serving ")]
     first, second = (next(line for line in lines if line.get("request_id") == f"logged-{i}") for i in (1, 2))
     assert (first["logger"], first["method"], first["route"]) == ("bitgraft.access", "POST", "/v1/predict/{task:path}")
@@ -52,7 +50,7 @@ def test_the_log_is_json_with_one_line_for_each_request(service: Served):
     assert "secret" not in service.said
 
 
-def test_metrics_tell_tasks_apart(service: Served):
+def test_metrics_are_per_task(service: Served):
     for data in (picture(), picture(), b"no picture"):
         service.predict("cars", data)
     numbers = service.http.get("/metrics").text
@@ -70,21 +68,7 @@ def test_metrics_tell_tasks_apart(service: Served):
     assert "zebras" not in numbers
 
 
-def test_sessions_made_and_dropped_are_noted(tmp_path):
-    store, net = new_store(tmp_path)
-    library, noted = Library(store, net.joint_copy()), []
-    library.scan()
-    made = SimpleNamespace(nbytes=100, graph=None)
-    held = Sessions(library, budget=100, make=lambda *given: made, note=lambda *event: noted.append(event))
-    held._estimate = lambda: 100
-    held.start()
-    for name, images in (("birds", BUSY), ("cars", 2 * BUSY)):
-        held.get(library.tasks[name], images)
-        until(lambda name=name: held.size(library.tasks[name]) == 100, "it got no session")
-    assert noted == [("birds", "made"), ("birds", "dropped"), ("cars", "made")]
-
-
-def test_the_backbones_own_classes_are_imagenets_where_it_is_a_trained_network_of_timm():
+def test_a_pretrained_timm_backbone_has_imagenet_class_names():
     network = torch.nn.Identity()
     assert imagenet_names(network, Backbone("x")) is None
     network.pretrained_cfg, network.num_classes = {}, 1000
@@ -94,7 +78,7 @@ def test_the_backbones_own_classes_are_imagenets_where_it_is_a_trained_network_o
     assert imagenet_names(network, Backbone("x")) is None
 
 
-def test_a_request_is_one_span_of_the_clients_trace_with_its_steps_within():
+def test_a_request_is_a_span_in_the_clients_trace_with_child_spans():
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     exporter = InMemorySpanExporter()
@@ -117,12 +101,11 @@ def test_a_request_is_one_span_of_the_clients_trace_with_its_steps_within():
     assert not failed.status.is_ok
 
 
-def test_a_prediction_is_traced_from_its_decoding_to_its_answer(tmp_path):
+def test_a_prediction_has_decode_queue_and_compute_spans(tmp_path):
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     store, net = new_store(tmp_path)
     library, exporter = Library(store, net.joint_copy()), InMemorySpanExporter()
-    library.scan()
     engine = Engine(library, Settings(store=store.folder, exact=True, threads=1))
     engine.tracing = Tracing(exporter)
     engine.scheduler.start()
@@ -140,7 +123,7 @@ def test_a_prediction_is_traced_from_its_decoding_to_its_answer(tmp_path):
     assert whole.attributes["http.response.status_code"] == 200
 
 
-def test_without_an_address_nothing_of_opentelemetry_is_asked(monkeypatch):
+def test_without_an_address_opentelemetry_is_not_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     tracing = Tracing()
     with tracing.request("GET", {}) as attributes:
@@ -149,7 +132,7 @@ def test_without_an_address_nothing_of_opentelemetry_is_asked(monkeypatch):
     assert attributes == {"http.request.method": "GET"}
 
 
-def test_traces_without_opentelemetry_are_refused_in_one_sentence(tmp_path, capsys, monkeypatch):
+def test_traces_without_opentelemetry_are_a_one_line_error(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)
     code, _, err = bitgraft(capsys, monkeypatch, "serve", "--store", str(tmp_path), "--otlp", "http://localhost:4318")

@@ -1,6 +1,7 @@
-"""The parts of the service by themselves: turns, the library, pictures, keys, sizes."""
+"""Unit tests: the scheduler, the library, image decoding, keys and settings."""
 
 import io
+import pickle
 import socket
 import threading
 import weakref
@@ -9,6 +10,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -19,10 +21,10 @@ from tiny import batch, run, tiny
 from bitgraft.data.preprocessing import Preprocessing, evaluation_tensor
 from bitgraft.errors import ServingError, TaskError, UnknownTaskError, UnsafeNameError
 from bitgraft.network import Network
-from bitgraft.serving.access import allowed, read_keys
+from bitgraft.serving.access import is_authorized, read_keys
+from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.library import Library
 from bitgraft.serving.predictions import FORMATS, decode
-from bitgraft.serving.refusals import Refusal
 from bitgraft.serving.scheduler import Scheduler
 from bitgraft.serving.settings import Settings
 from bitgraft.serving.supervisor import listen
@@ -46,7 +48,7 @@ def results(futures: list[Future]) -> list:
     return [future.result(60) for future in futures]
 
 
-def test_what_arrives_together_is_one_batch_and_every_item_gets_its_own_result():
+def test_items_that_arrive_together_are_one_batch_and_each_gets_its_result():
     turns: list = []
     scheduler = recording(turns, batch=8, queue=99, total=99)
     asked = [submit(scheduler, "a", [number]) for number in range(5)]
@@ -55,7 +57,7 @@ def test_what_arrives_together_is_one_batch_and_every_item_gets_its_own_result()
     assert turns == [("a", [0, 1, 2, 3, 4])]
 
 
-def test_a_busy_task_costs_the_others_one_batch():
+def test_a_busy_task_delays_the_others_by_one_batch():
     turns: list = []
     scheduler = recording(turns, batch=4, queue=99, total=999)
     futures = [submit(scheduler, *one) for one in (("busy", range(20)), ("quiet", [1]), ("other", range(5)))]
@@ -84,11 +86,11 @@ def test_every_item_runs_once_in_order_and_no_batch_is_too_large(asked, most):
     assert ran == wanted
 
 
-def test_turns_run_beside_each_other_and_share_what_waits():
+def test_turns_run_concurrently_and_divide_the_queue():
     both, turns = threading.Barrier(2, timeout=60), []
 
     def meet(key, items):
-        both.wait()  # a turn that ran alone would wait in vain
+        both.wait()  # times out unless both turns run
         turns.append((key, list(items)))
         return items
 
@@ -100,24 +102,31 @@ def test_turns_run_beside_each_other_and_share_what_waits():
     assert max(len(items) for _, items in turns) == 3
 
 
-def test_full_queues_refuse_all_of_a_request_or_none_and_say_when_to_come_back():
+def test_full_queues_refuse_whole_requests_with_a_retry_time():
     scheduler = recording([], batch=4, queue=4, total=6)
     submit(scheduler, "a", range(3))
-    with pytest.raises(Refusal, match="waiting for task 'a'") as crowded:
+    with pytest.raises(HttpError, match="waiting for task 'a'") as crowded:
         submit(scheduler, "a", range(2))
     assert (crowded.value.status, scheduler.waiting) == (429, 3)
     submit(scheduler, "b", range(3))
-    with pytest.raises(Refusal, match="try later") as full:
+    with pytest.raises(HttpError, match="try again later") as full:
         submit(scheduler, "c", [1])
     assert full.value.status == 503
     assert full.value.retry_after >= 1
+
+
+@pytest.mark.parametrize(("seconds", "header"), [(None, None), (0.0, 1), (1, 1), (2.1, 3), (1000.0, 60)])
+def test_retry_after_is_rounded_up_and_survives_pickling(seconds, header):
+    refusal = HttpError(503, "try later", seconds)
+    assert refusal.retry_after == header
+    assert pickle.loads(pickle.dumps(refusal)).retry_after == header
 
 
 def test_values_of_several_tasks_are_queued_together_or_not_at_all():
     turns: list = []
     scheduler = recording(turns, batch=4, queue=2, total=9)
     accepted = submit(scheduler, "b", [1, 2])
-    with pytest.raises(Refusal, match="waiting for task 'b'"):
+    with pytest.raises(HttpError, match="waiting for task 'b'"):
         scheduler.submit({"a": [3], "b": [4]})
     assert scheduler.waiting == 2
     scheduler.start()
@@ -125,7 +134,7 @@ def test_values_of_several_tasks_are_queued_together_or_not_at_all():
     assert turns == [("b", [1, 2])]
 
 
-def test_a_batch_that_fails_fails_alone():
+def test_a_failing_batch_does_not_affect_others():
     def run_or_fail(key, items):
         if key == "bad":
             raise ValueError("no")
@@ -139,17 +148,17 @@ def test_a_batch_that_fails_fails_alone():
     assert good.result(60) == 2
 
 
-def test_at_the_end_no_batch_waits_for_more():
+def test_draining_starts_waiting_batches():
     scheduler = Scheduler(lambda task, items: items, batch=4, wait=600.0, queue=9, total=9)
     scheduler.start()
     futures = submit(scheduler, "a", [1, 2, 3])
     assert not futures[0].done()
-    scheduler.hurry()
+    scheduler.drain()
     assert results(futures) == [1, 2, 3]
     assert results(submit(scheduler, "a", [4])) == [4]
 
 
-def test_what_is_taken_back_is_not_run():
+def test_cancelled_items_do_not_run():
     turns: list = []
     scheduler = recording(turns, batch=4, queue=9, total=9)
     for future in submit(scheduler, "a", [1, 2]):
@@ -160,7 +169,7 @@ def test_what_is_taken_back_is_not_run():
     assert turns == [("b", [3])]
 
 
-def test_what_has_run_is_not_held():
+def test_the_scheduler_keeps_no_reference_to_finished_tasks():
     class Task:
         pass
 
@@ -172,7 +181,7 @@ def test_what_has_run_is_not_held():
     until(lambda: held() is None, "the scheduler holds a task that has run")
 
 
-def test_computed_weights_stay_within_the_budget_of_bytes():
+def test_computed_weights_stay_within_the_memory_budget():
     net, x = Network(tiny(), active=8), batch()
     for name in "abc":
         net.add_task(name, classes=3)
@@ -189,39 +198,50 @@ def test_computed_weights_stay_within_the_budget_of_bytes():
     assert smallest.resident == {"a"}
 
 
-def says(library: Library, name: str, data: bytes) -> str:
-    """The class that a task finds likeliest."""
+def best_class(library: Library, name: str, data: bytes) -> str:
+    """Return the name of a task's most likely class."""
     (entry,) = library.find([name])
     with torch.no_grad():
-        scores = library.net(evaluation_tensor(data, entry.preprocessing)[None], task=entry.inner)[0]
+        scores = library.net(evaluation_tensor(data, entry.preprocessing)[None], task=entry.task_id)[0]
     return entry.classes[int(scores.argmax())]
 
 
 def test_the_library_follows_its_folder(tmp_path):
     store, net = new_store(tmp_path)
     served = Library(store, Network(net.backbone))
-    assert served.scan()
     assert not served.scan()
     assert list(served.tasks) == ["birds", "cars", "original"]
-    assert says(served, "birds", picture()) == offline(net, "birds", picture())[0]["class"]
+    assert best_class(served, "birds", picture()) == offline(net, "birds", picture())[0]["class"]
     (old,) = served.find(["birds"])
-    inner = old.inner
+    task_id = old.task_id
     add(store, net, "birds", seed=9, size=24)
     add(store, net, "new", seed=3)
     store.path("cars").unlink()
     assert served.scan()
     assert list(served.tasks) == ["birds", "new", "original"]
-    assert inner in served.net.tasks  # what was accepted for it is still to be answered
-    assert says(served, "birds", picture()) == offline(net, "birds", picture())[0]["class"]
+    assert task_id in served.net.tasks  # a request still uses it
+    assert best_class(served, "birds", picture()) == offline(net, "birds", picture())[0]["class"]
     del old
     served.scan()
-    assert inner not in served.net.tasks
+    assert task_id not in served.net.tasks
 
 
-def test_a_broken_file_is_reported_and_the_old_task_goes_on(tmp_path):
+def test_the_version_is_that_of_the_bytes_that_were_loaded(tmp_path, monkeypatch):
+    store, net = new_store(tmp_path, ("birds",))
+    loaded, keep = store.path("birds").read_bytes(), Network._keep
+
+    def replace_the_file(self, task):
+        store.path("birds").write_bytes(b"written while the task was being loaded")
+        return keep(self, task)
+
+    monkeypatch.setattr(Network, "_keep", replace_the_file)
+    served = Library(store, Network(net.backbone))
+    assert served.tasks["birds"].info["version"] == xxhash.xxh3_64_hexdigest(loaded)
+
+
+def test_a_broken_file_is_reported_and_the_old_version_stays(tmp_path):
     store, net = new_store(tmp_path)
     served = Library(store, Network(net.backbone))
-    served.scan()
     whole = store.path("birds").read_bytes()
     before = served.tasks["birds"]
     store.path("birds").write_bytes(whole[:-7])
@@ -236,40 +256,38 @@ def test_a_broken_file_is_reported_and_the_old_task_goes_on(tmp_path):
     store.path("junk").unlink()
     served.scan()
     assert not served.errors
-    assert says(served, "birds", picture()) == offline(net, "birds", picture())[0]["class"]
+    assert best_class(served, "birds", picture()) == offline(net, "birds", picture())[0]["class"]
 
 
-def test_a_folder_that_cannot_be_read_takes_no_task_away(tmp_path):
+def test_an_unreadable_folder_removes_no_task(tmp_path):
     store, net = new_store(tmp_path)
     served = Library(store, Network(net.backbone))
-    served.scan()
     store.folder.rename(tmp_path / "elsewhere")
     assert not served.scan()
-    assert "cannot be read" in served.errors[""]
-    assert says(served, "cars", picture()) == offline(net, "cars", picture())[0]["class"]
+    assert "cannot read the store" in served.errors[""]
+    assert best_class(served, "cars", picture()) == offline(net, "cars", picture())[0]["class"]
     (tmp_path / "elsewhere").rename(store.folder)
     assert served.scan()
     assert not served.errors
 
 
-def test_tasks_that_lean_on_others_are_read_after_them(tmp_path):
+def test_tasks_are_loaded_after_those_they_build_on(tmp_path):
     store, net = new_store(tmp_path, names=())
-    for name in ("z", "a"):  # a leans on z
+    for name in ("z", "a"):  # a builds on z
         net.add_task(name, classes=3, method="packnet", preprocessing=PREPROCESSING).prune(0.5)
     for name in ("z", "a"):
         net.tasks[name].freeze()
         net.eval().save_task(name, store.path(name))
     served = Library(store, Network(net.backbone))
-    served.scan()
     assert not served.errors
-    assert says(served, "a", picture()) == offline(net, "a", picture())[0]["class"]
+    assert best_class(served, "a", picture()) == offline(net, "a", picture())[0]["class"]
     store.path("z").unlink()
     served.scan()
     assert list(served.tasks) == ["a", "original"]
-    assert says(served, "a", picture()) == offline(net, "a", picture())[0]["class"]
+    assert best_class(served, "a", picture()) == offline(net, "a", picture())[0]["class"]
 
 
-def test_files_that_cannot_be_served_say_why(tmp_path):
+def test_files_that_cannot_be_served_have_an_error(tmp_path):
     store, net = new_store(tmp_path, names=())
     net.add_task("features", head=None)
     net.save_task("features", store.path("features"))
@@ -277,9 +295,8 @@ def test_files_that_cannot_be_served_say_why(tmp_path):
     net.save_task("odd", store.path("odd"))
     (store.folder / "not a name.safetensors").write_bytes(b"")
     served = Library(store, Network(net.backbone))
-    served.scan()
     assert list(served.tasks) == ["original"]
-    assert "gives features" in served.errors["features"]
+    assert "has no classifier" in served.errors["features"]
     assert "does not know" in served.errors["odd"]
     assert "cannot be a task's name" in served.errors["not a name"]
     assert not served.net.tasks
@@ -289,8 +306,8 @@ def test_files_that_cannot_be_served_say_why(tmp_path):
         served.find([""])
 
 
-def test_matrices_lie_where_torch_would_put_them_wherever_a_file_was_read_to(tmp_path):
-    """Else a task's answers would differ in the last bit from one process to the next."""
+def test_loaded_matrices_are_aligned_as_torch_aligns_its_own(tmp_path):
+    """Otherwise a task's answers would differ in the last bit between processes."""
     store, net = new_store(tmp_path)
     for _ in range(8):
         loaded = Network(net.backbone).load_task(store.path("birds"))
@@ -309,8 +326,8 @@ def test_matrices_lie_where_torch_would_put_them_wherever_a_file_was_read_to(tmp
         (picture()[:20], 422, "header cannot be read"),
     ],
 )
-def test_bad_pictures_are_refused_with_a_sentence(data, status, sentence):
-    with pytest.raises(Refusal, match=sentence) as refused:
+def test_bad_images_get_a_status_and_a_message(data, status, sentence):
+    with pytest.raises(HttpError, match=sentence) as refused:
         decode(data, WANTED, 10_000_000, "the image")
     assert refused.value.status == status
 
@@ -320,12 +337,12 @@ def test_a_bomb_is_never_decoded(monkeypatch):
         raise AssertionError("decoded")
 
     monkeypatch.setattr("bitgraft.serving.predictions.evaluation_tensor", decoded)
-    with pytest.raises(Refusal, match="pixels"):
+    with pytest.raises(HttpError, match="pixels"):
         decode(bomb(20_000, 20_000), WANTED, 32_000_000, "the image")
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_pictures_of_every_format_are_prepared_as_in_evaluation(kind):
+def test_images_of_every_format_are_preprocessed_as_in_evaluation(kind):
     data = picture(kind=kind)
     other = Preprocessing.from_dict({**PREPROCESSING, "size": [24, 24]})
     first, second, third = decode(data, [*WANTED, other, *WANTED], 10**6, "the image")
@@ -338,16 +355,16 @@ def sent(**headers: str) -> Headers:
     return Headers({name.replace("_", "-"): value for name, value in headers.items()})
 
 
-def test_keys_come_in_three_ways_and_are_compared_whole(tmp_path):
+def test_keys_are_accepted_in_three_headers_and_must_match_exactly(tmp_path):
     (tmp_path / "keys").write_text("# ours\nfirst-key-1\n\nsecond-key-2\n")
     keys = read_keys(tmp_path / "keys")
-    assert allowed(sent(x_api_key="second-key-2"), keys)
-    assert allowed(sent(authorization="Bearer first-key-1"), keys)
-    assert allowed(sent(authorization="Basic YW55Om5vOmZpcnN0LWtleS0x"), keys) is False  # "any:no:first-key-1"
-    assert allowed(sent(authorization="Basic YW55OmZpcnN0LWtleS0x"), keys)  # "any:first-key-1"
+    assert is_authorized(sent(x_api_key="second-key-2"), keys)
+    assert is_authorized(sent(authorization="Bearer first-key-1"), keys)
+    assert is_authorized(sent(authorization="Basic YW55Om5vOmZpcnN0LWtleS0x"), keys) is False  # "any:no:first-key-1"
+    assert is_authorized(sent(authorization="Basic YW55OmZpcnN0LWtleS0x"), keys)  # "any:first-key-1"
     for wrong in ("", "first-key", "first-key-11", "# ours", "\xff"):
-        assert not allowed(sent(x_api_key=wrong, authorization="Basic %%%"), keys)
-    assert not allowed(sent(), keys)
+        assert not is_authorized(sent(x_api_key=wrong, authorization="Basic %%%"), keys)
+    assert not is_authorized(sent(), keys)
     assert not any(b"first" in key for key in keys)
 
 
@@ -362,29 +379,20 @@ def test_sizes():
     sizes = {"12": 12, "2GB": 2 * 10**9, "1.5 mb": 1_500_000, "1GiB": 2**30, "3k": 3000}
     assert {text: Settings(store=".", memory_budget=text).memory_budget for text in sizes} == sizes
     for text in ("", "GB", "-1GB", "two"):
-        with pytest.raises(ServingError, match="give a size, as in 2GB"):
+        with pytest.raises(ServingError, match="give a size such as 2GB"):
             Settings(store=".", memory_budget=text)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("port", -1, "it should be greater than or equal to 0"),
         ("port", 65536, "it should be less than or equal to 65535"),
         ("workers", 0, "it should be greater than or equal to 1"),
-        ("threads", -1, "it should be greater than or equal to 0"),
-        ("memory_budget", -1, "give a size, as in 2GB, 500MB or 1GiB"),
-        ("max_batch", 0, "it should be greater than or equal to 1"),
-        ("max_wait_ms", -0.5, "it should be greater than or equal to 0"),
-        ("max_queue", 0, "it should be greater than or equal to 1"),
-        ("max_upload", 0, "it should be greater than or equal to 1"),
-        ("max_pixels", 0, "it should be greater than or equal to 1"),
-        ("patience", 0.0, "it should be greater than or equal to 0.1"),
-        ("grace", -1.0, "it should be greater than or equal to 0"),
+        ("memory_budget", -1, "give a size such as 2GB, 500MB or 1GiB"),
         ("poll", float("nan"), "it should be greater than or equal to 0.05"),
     ],
 )
-def test_settings_out_of_bounds_are_one_sentence(name, value, expected):
+def test_settings_out_of_bounds_are_named(name, value, expected):
     with pytest.raises(ServingError) as refused:
         Settings(store=".", **{name: value})
     assert str(refused.value) == f"{name} {value}: {expected}"
@@ -401,11 +409,11 @@ def test_settings_out_of_bounds_are_one_sentence(name, value, expected):
 )
 def test_turns_divide_the_threads(tmp_path, given, turns, per_turn):
     made = Settings(store=tmp_path, **given)
-    assert (made.turns_each, made.threads_per_turn) == (turns, per_turn)
+    assert (made.turns_per_worker, made.threads_per_turn) == (turns, per_turn)
 
 
-def test_answers_do_not_wait_for_acknowledgements(tmp_path):
-    """With Nagle's algorithm an answer's body is held back until the client acknowledges its headers, 40 ms later."""
+def test_accepted_connections_have_nagles_algorithm_off(tmp_path):
+    """It would hold back a response's body until the client acknowledges the headers, 40 ms later."""
     with listen(Settings(store=tmp_path, port=0)) as listener:
         listener.setblocking(True)
         with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:

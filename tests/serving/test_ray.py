@@ -1,4 +1,4 @@
-"""The service on a local Ray: the same answers and refusals, each task where its weights are."""
+"""The service on a local Ray: the same answers and errors, and requests routed by task."""
 
 import base64
 import hashlib
@@ -30,14 +30,14 @@ def address(tmp_path, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    monkeypatch.setenv("RAY_worker_niceness", "0")  # else a busy machine lets them starve
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # otherwise they starve on a busy machine
     variables = {
         "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
     }
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables})
     try:
-        with pytest.raises(ServingError, match="3 replicas need a CPU each, and Ray has 2: give fewer --workers"):
+        with pytest.raises(ServingError, match="3 replicas need one CPU each, but Ray has 2: give fewer --workers"):
             ray_app.deploy(Settings(store=store.folder, port=port, workers=3, threads=1))
         keys = (hashlib.sha256(b"an-admin-secret").digest(),)
         settings = Settings(store=store.folder, port=port, workers=2, threads=1, exact=True, poll=0.1, admin_keys=keys)
@@ -48,8 +48,8 @@ def address(tmp_path, monkeypatch):
         ray.shutdown()
 
 
-@pytest.mark.filterwarnings("ignore")  # Ray's own, of its own dependencies
-def test_replicas_give_the_offline_answers_and_refuse_as_one_process_does(address):
+@pytest.mark.filterwarnings("ignore")  # from Ray and its dependencies
+def test_replicas_give_the_offline_answers_and_the_same_errors(address):
     url, net = address
     with httpx.Client(base_url=url, timeout=PATIENCE, trust_env=False) as client:
         for name in (*NAMES, "original") * 2:
@@ -58,7 +58,7 @@ def test_replicas_give_the_offline_answers_and_refuse_as_one_process_does(addres
         both = client.post("/v1/predict", params={"task": NAMES[:2]}, content=picture(2)).json()
         assert [task["answers"][0] for task in both["tasks"]] == [offline(net, name, picture(2)) for name in NAMES[:2]]
         missing = client.post("/v1/predict/zebras", content=picture())
-        assert (missing.status_code, "known are birds" in missing.json()["error"]) == (404, True)
+        assert (missing.status_code, "known tasks are birds" in missing.json()["error"]) == (404, True)
         assert client.post("/v1/predict/birds", content=b"hello").status_code == 415
         assert {row["name"] for row in client.get("/v1/tasks").json()["tasks"]} == {*NAMES, "original"}
         assert client.get("/").status_code == 200
@@ -76,21 +76,21 @@ def test_replicas_give_the_offline_answers_and_refuse_as_one_process_does(addres
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_replicas_ask_for_what_the_cluster_has():
+def test_replicas_request_resources_that_the_cluster_has():
     from bitgraft.errors import ServingError
-    from bitgraft.serving.ray_app import resources
+    from bitgraft.serving.ray_app import replica_resources
     from bitgraft.serving.settings import Settings
 
     on_gpus = Settings(store=".", workers=4, device="cuda")
-    assert resources(Settings(store=".", workers=4), {"CPU": 4, "GPU": 2}) == {"num_cpus": 1}
-    assert resources(on_gpus, {"CPU": 4, "GPU": 2}) == {"num_cpus": 1, "num_gpus": 0.5}
-    assert resources(on_gpus, {"CPU": 8, "GPU": 8}) == {"num_cpus": 1, "num_gpus": 1}
+    assert replica_resources(Settings(store=".", workers=4), {"CPU": 4, "GPU": 2}) == {"num_cpus": 1}
+    assert replica_resources(on_gpus, {"CPU": 4, "GPU": 2}) == {"num_cpus": 1, "num_gpus": 0.5}
+    assert replica_resources(on_gpus, {"CPU": 8, "GPU": 8}) == {"num_cpus": 1, "num_gpus": 1}
     with pytest.raises(ServingError, match="Ray has no GPU: leave out --device"):
-        resources(on_gpus, {"CPU": 8})
+        replica_resources(on_gpus, {"CPU": 8})
 
 
 def stays_at_home(handle: Any, attempt: int) -> bool:
-    """Whether 16 requests for a task that was never asked for before all land where the first one did.
+    """Whether 16 requests for a new task all reach the replica of the first one.
 
     The router learns of it after a while. Earlier requests may warm the other replica too, so each attempt takes a new
     task and waits longer than the last. By chance 16 requests would hardly land in one replica of two.

@@ -1,4 +1,4 @@
-"""Busy tasks go over to onnxruntime within a budget, and everything else goes on."""
+"""Busy tasks move to onnxruntime within a memory budget; the others keep running."""
 
 import asyncio
 import gc
@@ -21,17 +21,17 @@ from bitgraft.serving.settings import Settings
 from bitgraft.serving.supervisor import open_library, prepare_graphs
 from bitgraft.workflows.prediction import task_session, torch_scores
 
-SIZE = 100  # bytes of a made-up session
+SIZE = 100  # bytes of a fake session
 NAMES = ("birds", "cars", "dogs")
 
 
-class Made:
-    """In the place of a session: its task, and as many bytes as we like."""
+class FakeSession:
+    """A fake session."""
 
     graph = None
 
-    def __init__(self, net, inner) -> None:
-        self.inner, self.nbytes = inner, SIZE
+    def __init__(self, net, task_id) -> None:
+        self.task_id, self.nbytes = task_id, SIZE
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +44,11 @@ def place(tmp_path_factory):
 @pytest.fixture
 def library(tmp_path):
     store, net = new_store(tmp_path, NAMES)
-    made = Library(store, net.joint_copy())
-    made.scan()
-    return made
+    return Library(store, net.joint_copy())
 
 
-def holding(library, *, sessions: float, make=Made, pinned=()) -> Sessions:
-    made = Sessions(library, budget=int(sessions * SIZE), make=make, pinned=pinned)
+def holding(library, *, sessions: float, make=FakeSession, **options) -> Sessions:
+    made = Sessions(library, budget=int(sessions * SIZE), make=make, **options)
     made._estimate = lambda: SIZE
     made.start()
     return made
@@ -61,27 +59,29 @@ def busy(held: Sessions, entry, images: int = BUSY):
     until(lambda: held.get(entry, 1) is not None, "it got no session")
 
 
-def test_a_task_runs_on_pytorch_until_it_is_busy_and_then_has_its_own_session(library):
+def test_a_task_runs_on_pytorch_until_it_is_busy(library):
     held = holding(library, sessions=3)
     birds, cars = library.tasks["birds"], library.tasks["cars"]
     assert [held.get(birds, 1) for _ in range(BUSY - 1)] == [None] * (BUSY - 1)
     assert held.engine(birds) == "torch"
     busy(held, birds, 1)
-    assert held.get(birds, 1).inner == birds.inner
+    assert held.get(birds, 1).task_id == birds.task_id
     assert (held.engine(birds), held.get(cars, 1), len(held), held.nbytes) == ("onnxruntime", None, 1, SIZE)
 
 
-def test_the_least_recently_used_session_goes_for_a_busier_task_and_only_for_such(library):
-    held = holding(library, sessions=2)
+def test_only_a_busier_task_replaces_the_least_recently_used_session(library):
+    events: list = []
+    held = holding(library, sessions=2, on_event=lambda *event: events.append(event))
     birds, cars, dogs = (library.tasks[name] for name in NAMES)
     busy(held, birds)
     busy(held, cars)
     held.get(birds, 2 * BUSY)
-    held.get(dogs, BUSY)  # no busier than those that are there
+    held.get(dogs, BUSY)  # not busier than the others
     assert [held.engine(entry) for entry in (birds, cars, dogs)] == ["onnxruntime", "onnxruntime", "torch"]
     busy(held, dogs, BUSY)
     assert [held.engine(entry) for entry in (birds, cars, dogs)] == ["onnxruntime", "torch", "onnxruntime"]
-    assert (held.made, held.dropped, held.nbytes) == (3, 1, 2 * SIZE)
+    assert events == [("birds", "made"), ("cars", "made"), ("cars", "dropped"), ("dogs", "made")]
+    assert held.nbytes == 2 * SIZE
 
 
 def test_a_budget_below_one_session_makes_none(library):
@@ -90,39 +90,39 @@ def test_a_budget_below_one_session_makes_none(library):
     assert not held.reasons
 
 
-def test_pytorch_gets_what_sessions_leave_of_the_budget(library):
+def test_pytorch_gets_the_rest_of_the_budget(library):
     held = holding(library, sessions=3)
-    library.net(torch.zeros(1, 3, 32, 32), task=library.tasks["birds"].inner)
-    assert library.net.resident == {library.tasks["birds"].inner}
+    library.net(torch.zeros(1, 3, 32, 32), task=library.tasks["birds"].task_id)
+    assert library.net.resident == {library.tasks["birds"].task_id}
     busy(held, library.tasks["birds"])
     until(lambda: library.net.memory == 2 * SIZE, "the budget is not shared")
     assert not library.net.resident
 
 
 @pytest.mark.parametrize("problem", [ExportError("it has no graph"), MemoryError("no room")])
-def test_a_session_that_cannot_be_made_is_tried_once_and_said(library, problem, caplog):
+def test_a_session_that_cannot_be_made_is_tried_once_and_logged(library, problem, caplog):
     tried = []
 
-    def fail(net, inner):
-        tried.append(inner)
+    def fail(net, task_id):
+        tried.append(task_id)
         raise problem
 
     held, birds = holding(library, sessions=3, make=fail, pinned=("birds",)), library.tasks["birds"]
-    until(held.ready, "it waits for ever")
+    until(held.ready, "it never becomes ready")
     assert [held.get(birds, BUSY) for _ in range(5)] == [None] * 5
-    assert tried == [birds.inner]
+    assert tried == [birds.task_id]
     assert str(problem) in held.reasons[birds]
     assert f"birds: stays on PyTorch: {held.reasons[birds]}" in caplog.text
-    assert birds.inner in library.net.resident  # pinned all the same
+    assert birds.task_id in library.net.resident  # still pinned
 
 
-def test_pinned_tasks_are_made_first_and_stay(library):
+def test_pinned_tasks_get_sessions_at_the_start_and_keep_them(library):
     began, go = threading.Event(), threading.Event()
 
-    def slowly(net, inner):
+    def slowly(net, task_id):
         began.set()
         assert go.wait(60)
-        return Made(net, inner)
+        return FakeSession(net, task_id)
 
     held = holding(library, sessions=1, make=slowly, pinned=("birds",))
     assert began.wait(60)
@@ -133,7 +133,7 @@ def test_pinned_tasks_are_made_first_and_stay(library):
     assert [held.engine(library.tasks[name]) for name in ("birds", "cars")] == ["onnxruntime", "torch"]
 
 
-def test_a_replaced_tasks_session_goes_with_it(library):
+def test_a_replaced_task_loses_its_session(library):
     held = holding(library, sessions=3, pinned=("birds",))
     until(held.ready, "it is not ready")
     add(library.store, new_net(library), "birds", seed=7)
@@ -142,25 +142,30 @@ def test_a_replaced_tasks_session_goes_with_it(library):
     assert (len(held), held.ready()) == (0, False)
     held.keep_pinned()
     until(held.ready, "the new version has no session")
-    assert held.get(library.tasks["birds"], 1).inner == library.tasks["birds"].inner
+    assert held.get(library.tasks["birds"], 1).task_id == library.tasks["birds"].task_id
 
 
 def new_net(library):
     return library.net.joint_copy().eval()
 
 
-def test_exact_answers_and_unknown_pins(place):
+def test_exact_and_cuda_use_no_sessions(place):
     folder = place[0] / "store"
-    with pytest.raises(ServingError, match="exact answers are PyTorch's"):
+    with pytest.raises(ServingError, match="exact answers need PyTorch"):
         Settings(store=folder, exact=True, engine="onnxruntime")
-    assert not Settings(store=folder, exact=True).sessions
-    assert not Settings(store=folder, device="cuda").sessions
+    assert not Settings(store=folder, exact=True).use_sessions
+    assert not Settings(store=folder, device="cuda").use_sessions
 
 
 @pytest.fixture(scope="module")
 def service(place):
     with served(place[0], "--engine", "onnxruntime", "--pin", "cars", "--poll", "0.1") as running:
         yield running
+
+
+def has_session(service: Served, name: str) -> bool:
+    row = service.tasks()[name]
+    return row["engine"] == "onnxruntime" and row["resident"]
 
 
 def test_a_pinned_task_has_its_session_when_the_service_is_ready(service: Served, place):
@@ -173,7 +178,7 @@ def test_a_pinned_task_has_its_session_when_the_service_is_ready(service: Served
     assert near(service.answers("cars", picture()), offline(place[2], "cars", picture()))
 
 
-def test_answers_are_the_same_on_the_way_to_a_session(service: Served, place):
+def test_answers_stay_the_same_while_a_session_is_made(service: Served, place):
     wanted = {seed: offline(place[2], "birds", picture(seed)) for seed in range(6)}
     ended = threading.Event()
 
@@ -187,7 +192,7 @@ def test_answers_are_the_same_on_the_way_to_a_session(service: Served, place):
     with ThreadPoolExecutor(3) as clients:
         asking = [clients.submit(ask, number) for number in range(3)]
         try:
-            until(lambda: service.tasks()["birds"]["engine"] == "onnxruntime", "it stays on PyTorch")
+            until(lambda: has_session(service, "birds"), "it stays on PyTorch")
         finally:
             ended.set()
         assert all(one.result(60) for one in asking)
@@ -195,39 +200,39 @@ def test_answers_are_the_same_on_the_way_to_a_session(service: Served, place):
     assert "bitgraft_sessions 2.0" in service.http.get("/metrics").text
 
 
-def test_a_file_swapped_under_a_session_gives_the_new_answers(service: Served, place):
+def test_a_replaced_file_gives_the_new_answers(service: Served, place):
     _, store, net = place
     add(store, net, "cars", seed=21, classes=6)
     new = offline(net, "cars", picture())
-    until(lambda: service.answers("cars", picture())[0]["class"] == new[0]["class"], "the new file was not picked up")
-    until(lambda: service.tasks()["cars"]["engine"] == "onnxruntime", "it has no session")
+    until(lambda: service.answers("cars", picture())[0]["class"] == new[0]["class"], "the new file was not loaded")
+    until(lambda: has_session(service, "cars"), "it has no session")
     assert near(service.answers("cars", picture()), new)
 
 
-def test_a_new_graph_is_made_beside_the_traffic_in_a_process_of_its_own(service: Served, place):
-    """Tracing in this process would change the calls of every module that runs meanwhile."""
+def test_a_new_graph_is_exported_in_another_process_during_traffic(service: Served, place):
+    """Tracing here would patch the calls of every module that is running."""
     _, store, net = place
     add(store, net, "dogs", seed=5, size=24)
     wanted = offline(net, "dogs", picture())
-    until(lambda: near(service.answers("dogs", picture()), wanted), "the new file was not picked up")
+    until(lambda: near(service.answers("dogs", picture()), wanted), "the new file was not loaded")
 
     def over() -> bool:
         assert near(service.answers("dogs", picture()), wanted)
-        return service.tasks()["dogs"]["engine"] == "onnxruntime"
+        return has_session(service, "dogs")
 
     until(over, "it has no session")
     assert near(service.answers("dogs", picture()), wanted)
 
 
-def test_why_no_graph_can_be_made_is_the_tasks_reason(library, monkeypatch):
-    def missing(net, inner):
+def test_a_failed_export_is_the_tasks_reason(library, monkeypatch):
+    def missing(net, task_id):
         raise MissingGraphError("it is not there")
 
     asked: list = []
     monkeypatch.setattr(tiers, "export_graph", lambda store, task: asked.append((store, task)))
     held, birds = holding(library, sessions=3, make=missing), library.tasks["birds"]
     held.get(birds, BUSY)
-    until(lambda: birds in held.reasons, "it waits for ever")
+    until(lambda: birds in held.reasons, "it never becomes ready")
     assert (asked, held.reasons[birds]) == ([(library.store.folder, "birds")], "it is not there")
 
 
@@ -243,8 +248,8 @@ def ask(engine: Engine, name: str, images: int = 1, seed: int = 0) -> list:
     return said["answers"][0]
 
 
-def test_answers_go_on_where_a_session_cannot_be_made(library):
-    def fail(net, inner):
+def test_a_task_whose_session_cannot_be_made_keeps_answering(library):
+    def fail(net, task_id):
         raise ExportError("it has no graph")
 
     engine, net = started(library), library.net
@@ -252,58 +257,63 @@ def test_answers_go_on_where_a_session_cannot_be_made(library):
     birds = library.tasks["birds"]
     assert len(ask(engine, "birds", BUSY)) == 4
     until(lambda: birds in engine.sessions.reasons, "no session was tried")
-    wanted = offline(net, birds.inner, picture())
+    wanted = offline(net, birds.task_id, picture())
     assert near(ask(engine, "birds", BUSY), wanted)
     (row,) = [row for row in asyncio.run(engine.tasks())["tasks"] if row["name"] == "birds"]
     assert (row["engine"], row["engine_reason"]) == ("torch", "it has no graph")
 
 
-def test_a_budget_of_one_session_keeps_one_and_answers_for_all(library):
-    size = task_session(library.net, library.tasks["birds"].inner).nbytes
+def test_all_tasks_answer_with_a_budget_for_one_session(library):
+    size = task_session(library.net, library.tasks["birds"].task_id).nbytes
     engine = started(library, memory_budget=int(1.5 * size))
-    wanted = {name: offline(library.net, library.tasks[name].inner, picture()) for name in NAMES}
+    wanted = {name: offline(library.net, library.tasks[name].task_id, picture()) for name in NAMES}
     for turn, name in enumerate(NAMES * 3):
         assert near(ask(engine, name, 2**turn % 60 + BUSY), wanted[name])
-        until(lambda: not len(engine.sessions._wanted), "an order is never filled")
+        until(lambda: not len(engine.sessions._pending), "a session is never made")
         assert engine.sessions.nbytes <= 1.5 * size
-    assert (len(engine.sessions), engine.sessions.made > 0) == (1, True)
+    assert len(engine.sessions) == 1
 
 
-def test_a_task_without_a_session_runs_in_the_graph_of_others_once_it_agrees(library, monkeypatch):
+def test_a_task_without_a_session_runs_in_the_shared_graph_once_it_agrees(library, monkeypatch):
     add(library.store, library.net.joint_copy().eval(), "small", seed=3, size=24)
     library.scan()
     engine = started(library, memory_budget=1)  # no room for weights
     held, image = engine.sessions, lambda entry: torch.randn(2, 3, *entry.preprocessing.size)
-    held._graph = task_session(library.net, library.tasks["birds"].inner).graph
+    held._graph = task_session(library.net, library.tasks["birds"].task_id).graph
     for name in ("birds", "cars", "small"):
         entry, engines = library.tasks[name], []
         for _ in range(3):
             images = image(entry)
-            scores, engine_name = held.passing_scores(entry, images)
+            scores, engine_name = held.run_without_session(entry, images)
             engines.append(engine_name)
-            torch.testing.assert_close(scores, torch_scores(library.net, entry.inner, images), rtol=1e-4, atol=1e-5)
-            library.net.release(entry.inner)
-        assert engines == ["torch", *["torch" if name == "small" else "onnxruntime"] * 2]  # images of another size
+            torch.testing.assert_close(scores, torch_scores(library.net, entry.task_id, images), rtol=1e-4, atol=1e-5)
+            library.net.release(entry.task_id)
+        row = next(row for row in asyncio.run(engine.tasks())["tasks"] if row["name"] == name)
+        assert (row["engine"], row["resident"]) == (engines[-1], False)
+        assert engines == [
+            "torch",
+            *["torch" if name == "small" else "onnxruntime"] * 2,
+        ]  # another image size
 
     def refuse(given, expected):
         raise ExportError("they differ")
 
     monkeypatch.setattr(tiers, "check_agreement", refuse)
     dogs = library.tasks["dogs"]
-    assert [held.passing_scores(dogs, image(dogs))[1] for _ in range(3)] == ["torch"] * 3
+    assert [held.run_without_session(dogs, image(dogs))[1] for _ in range(3)] == ["torch"] * 3
 
 
-def test_what_has_modules_of_its_own_goes_on_when_its_session_is_dropped(library):
+def test_a_task_with_its_own_modules_runs_on_torch_when_its_session_is_dropped(library):
     held, own = started(library, memory_budget=1).sessions, library.tasks["original"]
     held._pinned = (own.name,)
-    held._add(own, task_session(library.net, own.inner))
+    held._add(own, task_session(library.net, own.task_id))
     del held._held[own]
-    assert held.passing_scores(own, torch.randn(2, 3, *own.preprocessing.size))[1] == "torch"
+    assert held.run_without_session(own, torch.randn(2, 3, *own.preprocessing.size))[1] == "torch"
     assert held._new(own).nbytes > 0
 
 
-def test_tasks_that_come_and_go_leave_nothing_behind(library):
-    """benchmarks/churn.py does this to a thousand, over HTTP."""
+def test_added_and_removed_tasks_leave_no_memory_behind(library):
+    """benchmarks/churn.py does this with 1,000 tasks over HTTP."""
     engine, store, net = started(library), library.store, library.net
     before, file = set(net.tasks), store.path("birds").read_bytes()
     resident: list[int] = []
@@ -314,7 +324,7 @@ def test_tasks_that_come_and_go_leave_nothing_behind(library):
         library.scan()
         for name in names:
             ask(engine, name, BUSY)
-        until(lambda: not len(engine.sessions._wanted), "an order is never filled")
+        until(lambda: not len(engine.sessions._pending), "a session is never made")
         assert (len(engine.sessions), len(net.tasks)) == (8, len(before) + 8)
         for name in names:
             store.path(name).unlink()
@@ -333,11 +343,11 @@ def test_without_onnxruntime_the_service_runs_on_pytorch(library, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     held = Sessions(library, budget=10**9, pinned=("birds",))
     held.start()
-    until(held.ready, "it waits for ever")
+    until(held.ready, "it never becomes ready")
     assert "onnxruntime, which cannot be imported" in held.reasons[library.tasks["birds"]]
 
 
-def test_onnxruntime_is_insisted_on_only_if_asked_for(library, monkeypatch, caplog):
+def test_a_missing_onnxruntime_is_an_error_only_with_engine_onnxruntime(library, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     folder = library.store.folder
     prepare_graphs(Settings(store=folder), library)
@@ -346,7 +356,7 @@ def test_onnxruntime_is_insisted_on_only_if_asked_for(library, monkeypatch, capl
         prepare_graphs(Settings(store=folder, engine="onnxruntime"), library)
 
 
-def test_a_task_that_is_not_there_cannot_be_pinned(place, monkeypatch):
+def test_an_unknown_task_cannot_be_pinned(place, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(place[0]), *sys.path])
     monkeypatch.delitem(sys.modules, "served_net", raising=False)
     with pytest.raises(ServingError, match="no task 'fish' to pin; the store has birds, cars"):

@@ -1,4 +1,4 @@
-"""Every task of a store over HTTP: `bitgraft serve`, in this process or on Ray. docs/serving.md says how it behaves.
+"""Serve every task of a store over HTTP: `bitgraft serve`, in local processes or on Ray. See docs/serving.md.
 
 May import: workflows, sharing and everything below; not paper.
 """

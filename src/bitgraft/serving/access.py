@@ -1,4 +1,4 @@
-"""Middleware that every request passes: API keys, request ids, and what is counted, traced and logged."""
+"""Middleware for every request: API keys, request ids, metrics, traces and the access log."""
 
 import base64
 import binascii
@@ -13,35 +13,35 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bitgraft.errors import ServingError
 from bitgraft.serving.engine import Service
-from bitgraft.serving.logs import accept_id, access, request_id
+from bitgraft.serving.logs import access_log, request_id, valid_or_new_id
 
-OPEN = ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready")
+PUBLIC = ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready")
 NO_KEY = {"error": "this service needs an API key: send it as X-API-Key, or as Authorization: Bearer KEY"}
 CHALLENGE = 'Basic realm="bitgraft", charset="UTF-8"'  # makes a browser ask for the key, as a password
 
 
 def read_keys(path: str | Path) -> tuple[bytes, ...]:
-    """The hashes of the keys in a file: one key per line, comments begin with #."""
+    """Return the hashes of the keys in a file with one key per line and comments after #."""
     try:
         lines = [line.strip() for line in Path(path).read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as cause:
-        raise ServingError(f"the API keys cannot be read from {path}: {cause}") from cause
+        raise ServingError(f"cannot read API keys from {path}: {cause}") from cause
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys or min(map(len, keys)) < 8:
-        raise ServingError(f"{path} must hold one API key per line, each of at least 8 characters")
-    return tuple(map(_hashed, keys))
+        raise ServingError(f"{path} must hold one API key per line, each with at least 8 characters")
+    return tuple(map(_hash, keys))
 
 
-def allowed(headers: Headers, keys: tuple[bytes, ...], *, basic: bool = True) -> bool:
-    """Whether a key was sent: as X-API-Key, as a bearer token, or as the password of basic authentication."""
+def is_authorized(headers: Headers, keys: tuple[bytes, ...], *, basic: bool = True) -> bool:
+    """Check for a valid key in X-API-Key, in a bearer token, or in the password of basic authentication."""
     scheme, _, credentials = headers.get("authorization", "").partition(" ")
-    given = [headers.get("x-api-key", "").strip()]
+    candidates = [headers.get("x-api-key", "").strip()]
     if scheme.lower() == "bearer":
-        given.append(credentials.strip())
+        candidates.append(credentials.strip())
     elif basic and scheme.lower() == "basic":
-        given.append(_password(credentials))
-    # every pair is compared, in a time that does not depend on the key
-    return sum(hmac.compare_digest(_hashed(one), key) for one in given for key in keys) > 0
+        candidates.append(_password(credentials))
+    # sum, not any: comparing every pair keeps the time independent of the keys
+    return sum(hmac.compare_digest(_hash(one), key) for one in candidates for key in keys) > 0
 
 
 def _password(credentials: str) -> str:
@@ -51,12 +51,12 @@ def _password(credentials: str) -> str:
         return ""
 
 
-def _hashed(key: str) -> bytes:
+def _hash(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
 class Access:
-    """Checks the key before anything of the body is read; names, counts, times, traces and logs every request."""
+    """Check the key before reading the body; identify, count, time, trace and log every request."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service, settings = app, service, service.settings
@@ -66,34 +66,34 @@ class Access:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status, headers = time.perf_counter(), 500, Headers(scope=scope)
-        asked = accept_id(headers.get("x-request-id", ""))
-        named = request_id.set(asked)
+        start, status, headers = time.perf_counter(), 500, Headers(scope=scope)
+        id = valid_or_new_id(headers.get("x-request-id", ""))
+        token = request_id.set(id)
 
-        async def watch(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", asked.encode())]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", id.encode())]
             await send(message)
 
         app = self._app
-        if self._keys and scope["path"] not in OPEN and not allowed(headers, self._keys):
+        if self._keys and scope["path"] not in PUBLIC and not is_authorized(headers, self._keys):
             app = JSONResponse(NO_KEY, 401, {"WWW-Authenticate": CHALLENGE, "Connection": "close"})
         with self._service.tracing.request(scope["method"], dict(headers)) as span:
             try:
-                await app(scope, receive, watch)
+                await app(scope, receive, send_with_id)
             finally:
-                route = getattr(scope.get("route"), "path", "none")  # not the client's path: there are endless ones
-                span |= {"http.route": route, "http.response.status_code": status, "http.request.id": asked}
-                self._note(scope, route, status, time.perf_counter() - began)
-                request_id.reset(named)
+                route = getattr(scope.get("route"), "path", "none")  # the client's path would be an unbounded label
+                span |= {"http.route": route, "http.response.status_code": status, "http.request.id": id}
+                self._record(scope, route, status, time.perf_counter() - start)
+                request_id.reset(token)
 
-    def _note(self, scope: Scope, route: str, status: int, seconds: float) -> None:
+    def _record(self, scope: Scope, route: str, status: int, seconds: float) -> None:
         metrics = self._service.metrics
         metrics.requests.labels(route, str(status)).inc()
         metrics.seconds.labels(route).observe(seconds)
-        if not access.disabled:
+        if not access_log.disabled:
             fields = {
                 "client": (scope.get("client") or ("",))[0],
                 "method": scope["method"],
@@ -103,4 +103,4 @@ class Access:
                 "status": status,
                 "milliseconds": round(1000 * seconds, 3),
             }
-            access.info("%s %s %d", scope["method"], scope["path"], status, extra={"fields": fields})
+            access_log.info("%s %s %d", scope["method"], scope["path"], status, extra={"fields": fields})

@@ -1,89 +1,81 @@
-"""Tasks changed over HTTP: put, removed, rolled back, tried on a share of the traffic. Only with an admin key."""
+"""Routes that change tasks: put, remove, roll back, and canaries. They need an admin key."""
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Query, Request
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
 
 from bitgraft.errors import UnsafeNameError
-from bitgraft.serving.access import allowed
+from bitgraft.serving.access import is_authorized
 from bitgraft.serving.engine import Service
-from bitgraft.serving.examples import CHANGED, answer
-from bitgraft.serving.refusals import Refusal
+from bitgraft.serving.examples import CHANGED, example
+from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.uploads import Uploads
 from bitgraft.serving.versions import Versions
 from bitgraft.store import Store
 from bitgraft.task import check_name
 
-OFF = "tasks cannot be changed over HTTP here: start the service with --admin-key-file"
+OFF = "tasks cannot be changed over HTTP: start the service with --admin-key-file"
 NO_KEY = "changing tasks needs an admin key: send it as X-API-Key, or as Authorization: Bearer KEY"
 BODY = {
     "requestBody": {
         "required": True,
-        "description": "A task file of the store's backbone.",
+        "description": "A task file for the store's backbone.",
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
     }
 }
 Canary = Annotated[
-    float | None, Query(gt=0, le=1, description="The share of traffic for it; without this, it replaces the task.")
+    float | None, Query(gt=0, le=1, description="Share of the task's requests; without it, the file replaces the task.")
 ]
+ACTIONS = (
+    ("DELETE", "", "remove", "Remove a task. Its file becomes the previous version, so a rollback restores it."),
+    ("POST", "/rollback", "rollback", "Swap the task with its previous version. A second rollback undoes the first."),
+    ("POST", "/promote", "promote", "Replace the task with its canary."),
+    ("DELETE", "/canary", "end_canary", "Remove the canary."),
+)
 
 
 def add_admin(app: FastAPI, service: Service, uploads: Uploads) -> None:
     settings, versions = service.settings, Versions(Store(service.settings.store))
 
     def guard(request: Request) -> None:
-        """No basic authentication: a browser would send that along with any page's request."""
+        """Reject basic authentication: a browser would attach it to requests from any page."""
         if not settings.admin_keys:
-            raise Refusal(403, OFF)
-        if not allowed(request.headers, settings.admin_keys, basic=False):
-            raise Refusal(401, NO_KEY)
+            raise HttpError(403, OFF)
+        if not is_authorized(request.headers, settings.admin_keys, basic=False):
+            raise HttpError(401, NO_KEY)
 
-    def route(method: str, path: str, **options: Any) -> Callable[..., Any]:
-        return app.api_route(
-            path, methods=[method], dependencies=[Depends(guard)], responses=answer(CHANGED), **options
-        )
+    router = APIRouter(prefix="/v1/tasks/{task}", dependencies=[Depends(guard)], responses=example(CHANGED))
 
-    @route("PUT", "/v1/tasks/{task}", openapi_extra=BODY)
+    @router.put("", openapi_extra=BODY)
     async def put(request: Request, task: str, canary: Canary = None) -> dict[str, Any]:
-        """Add or replace a task, or try a new version on a share of the traffic. Checked whole before it is stored."""
-        _check_name(task)
+        """Add or replace a task, or send a share of its requests to a new version. The file is checked first."""
+        try:
+            check_name(task)
+        except UnsafeNameError as problem:
+            raise HttpError(400, str(problem)) from problem
         part = versions.part()
         try:
             await _save(request, uploads, part, settings.max_task)
-            return await service.change("put", task, str(part), canary)
+            if canary is None:
+                return await service.change("put", task, part)
+            return await service.change("put_canary", task, part, canary)
         finally:
             part.unlink(missing_ok=True)
 
-    @route("DELETE", "/v1/tasks/{task}")
-    async def remove(task: str) -> dict[str, Any]:
-        """Remove a task. Its file is kept as the previous version, so a rollback brings it back."""
-        return await service.change("remove", task)
-
-    @route("POST", "/v1/tasks/{task}/rollback")
-    async def rollback(task: str) -> dict[str, Any]:
-        """Go back to the previous version; once more, and the newer one is back."""
-        return await service.change("rollback", task)
-
-    @route("POST", "/v1/tasks/{task}/promote")
-    async def promote(task: str) -> dict[str, Any]:
-        """Give the canary all traffic."""
-        return await service.change("promote", task)
-
-    @route("DELETE", "/v1/tasks/{task}/canary")
-    async def end_canary(task: str) -> dict[str, Any]:
-        """End the canary."""
-        return await service.change("end_canary", task)
+    for method, path, action, about in ACTIONS:
+        router.add_api_route(path, _endpoint(service, action), methods=[method], name=action, description=about)
+    app.include_router(router)
 
 
-def _check_name(task: str) -> None:
-    try:
-        check_name(task)
-    except UnsafeNameError as problem:
-        raise Refusal(400, str(problem)) from problem
+def _endpoint(service: Service, action: str) -> Callable[[str], Awaitable[dict[str, Any]]]:
+    async def endpoint(task: str) -> dict[str, Any]:
+        return await service.change(action, task)
+
+    return endpoint
 
 
 async def _save(request: Request, uploads: Uploads, part: Path, limit: int) -> None:
@@ -94,4 +86,4 @@ async def _save(request: Request, uploads: Uploads, part: Path, limit: int) -> N
             file.flush()
             await asyncio.to_thread(os.fsync, file.fileno())
     except OSError as problem:
-        raise Refusal(507, f"the store cannot be written: {problem.strerror}") from problem
+        raise HttpError(507, f"cannot write to the store: {problem.strerror}") from problem

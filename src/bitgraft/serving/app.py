@@ -1,4 +1,4 @@
-"""The HTTP side: routes, refusals as sentences, the pages."""
+"""The FastAPI application: routes, error responses and the two HTML pages."""
 
 import asyncio
 import base64
@@ -18,19 +18,19 @@ from bitgraft import __version__
 from bitgraft.serving.access import Access
 from bitgraft.serving.admin import add_admin
 from bitgraft.serving.engine import Service
-from bitgraft.serving.examples import FOUND, METRICS, PREDICTION, PREDICTIONS, STATUS, TASK, TASKS, answer
+from bitgraft.serving.examples import FOUND, METRICS, PREDICTION, PREDICTIONS, TASK, TASKS, example
+from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.inference_protocol import add_inference_protocol
-from bitgraft.serving.refusals import Refusal
 from bitgraft.serving.uploads import Uploads
 
-Top = Annotated[int, Query(ge=1, le=1000, description="How many answers for each image.")]
-Tasks = Annotated[list[str], Query(description="Repeat it for several tasks.")]
+Top = Annotated[int, Query(ge=1, le=1000, description="Number of classes per image.")]
+Tasks = Annotated[list[str], Query(description="Repeat for several tasks.")]
 FILE = {"type": "string", "format": "binary"}
 FORM = {"type": "object", "properties": {"image": {"type": "array", "items": FILE}}}
 BODY = {
     "requestBody": {
         "required": True,
-        "description": "An image, or a form with one file for each image.",
+        "description": "An image, or a form with one file per image.",
         "content": {"image/*": {"schema": FILE}, "multipart/form-data": {"schema": FORM}},
     }
 }
@@ -44,11 +44,11 @@ class Answer(BaseModel):
 
 
 class Prediction(BaseModel):
-    """One task's answers: a list for each image, the likeliest class first."""
+    """One task's answers: a list per image, the most likely class first."""
 
     task: str
     version: str
-    milliseconds: float = Field(description="In the network, for the batch in which the images ran.")
+    milliseconds: float = Field(description="Time in the network, for the batches that the images ran in.")
     answers: list[list[Answer]]
 
 
@@ -60,14 +60,14 @@ class Predictions(BaseModel):
 
 
 class Guess(BaseModel):
-    """A task and how likely the image is one of its."""
+    """A task and the probability that the image belongs to it."""
 
     task: str
     score: float
 
 
 class Found(BaseModel):
-    """An image's task, or null, the likeliest tasks, and the answers of the first."""
+    """An image's task (null if unknown), the most likely tasks, and the answers of the first."""
 
     task: str | None
     route: list[Guess]
@@ -75,7 +75,7 @@ class Found(BaseModel):
 
 
 class FoundPredictions(BaseModel):
-    """What was found for each image."""
+    """The identified task and its answers, per image."""
 
     milliseconds: float
     images: list[Found]
@@ -83,8 +83,8 @@ class FoundPredictions(BaseModel):
 
 def make_app(service: Service) -> FastAPI:
     app = FastAPI(title="bitgraft", version=__version__, docs_url=None, redoc_url=None)
-    for kind in (Refusal, HTTPException, RequestValidationError, Exception):
-        app.add_exception_handler(kind, _failed)
+    for kind in (HttpError, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, _error_response)
     app.add_middleware(Access, service=service)
     uploads = Uploads(service.settings)
     _add_page(app, "/", "page.html")
@@ -97,71 +97,62 @@ def make_app(service: Service) -> FastAPI:
 
 
 def _add_predictions(app: FastAPI, service: Service, uploads: Uploads) -> None:
-    @app.post("/v1/predict/auto", response_model=FoundPredictions, openapi_extra=BODY, responses=answer(FOUND))
+    @app.post("/v1/predict/auto", response_model=FoundPredictions, openapi_extra=BODY, responses=example(FOUND))
     async def find(request: Request, top: Top = 5) -> Any:
-        """The task of each image, found by its description, and that task's answers; null where it is unknown."""
-        began = time.perf_counter()
+        """Identify each image's task from the tasks' descriptions and run it. Unknown images have a null task."""
+        start = time.perf_counter()
         async with uploads.read(request) as (images, _):
-            found = await service.find(images, top)
-        return {"milliseconds": round(1000 * (time.perf_counter() - began), 3), "images": found}
+            found = await service.identify(images, top)
+        return {"milliseconds": _milliseconds_since(start), "images": found}
 
-    @app.post("/v1/predict/{task:path}", response_model=Prediction, openapi_extra=BODY, responses=answer(PREDICTION))
+    @app.post("/v1/predict/{task:path}", response_model=Prediction, openapi_extra=BODY, responses=example(PREDICTION))
     async def predict(request: Request, task: str, top: Top = 5) -> Any:
-        """One task's answers to one or more images."""
+        """Run one task on one or more images."""
         async with uploads.read(request) as (images, _):
             return (await service.predict([task], images, top))[0]
 
-    @app.post("/v1/predict", response_model=Predictions, openapi_extra=BODY, responses=answer(PREDICTIONS))
+    @app.post("/v1/predict", response_model=Predictions, openapi_extra=BODY, responses=example(PREDICTIONS))
     async def predict_several(request: Request, task: Tasks = [], top: Top = 5) -> Any:  # noqa: B006
-        """The answers of several tasks to the same images."""
-        began = time.perf_counter()
+        """Run several tasks on the same images."""
+        start = time.perf_counter()
         async with uploads.read(request) as (images, more):
             names = [*task, *more]
             if not names:
                 known = ", ".join(row["name"] for row in (await service.tasks())["tasks"])
-                raise Refusal(422, f"name the tasks, as in ?task=NAME&task=NAME; known are {known}")
+                raise HttpError(422, f"no task given: add ?task=NAME&task=NAME; known tasks are {known}")
             answers = await service.predict(names, images, top)
-        return {"milliseconds": round(1000 * (time.perf_counter() - began), 3), "tasks": answers}
+        return {"milliseconds": _milliseconds_since(start), "tasks": answers}
+
+
+def _milliseconds_since(start: float) -> float:
+    return round(1000 * (time.perf_counter() - start), 3)
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/tasks", responses=answer(TASKS))
+    @app.get("/v1/tasks", responses=example(TASKS))
     async def tasks() -> dict[str, Any]:
-        """The store: each task's method, classes, accuracy, size, and whether its weights are computed right now."""
+        """List the store's tasks: method, classes, accuracy, size, engine, and whether weights are in memory."""
         return await service.tasks()
 
-    @app.get("/v1/tasks/{task:path}", responses=answer(TASK))
+    @app.get("/v1/tasks/{task:path}", responses=example(TASK))
     async def task(task: str) -> dict[str, Any]:
-        """One task: its classes, and by layer the share of ones and k0..k3."""
+        """Show one task: its class names, and the mask density and k0..k3 of each layer."""
         return await service.task(task)
 
-    def status(good: bool) -> Response:
-        return JSONResponse({"status": "ok" if good else "unavailable"}, 200 if good else 503)
-
-    @app.get("/healthz", responses=answer(STATUS))
-    async def healthy() -> Response:
-        """Whether the process works and accepts requests."""
-        return status(service.healthy())
-
-    @app.get("/readyz", responses=answer(STATUS))
-    async def ready() -> Response:
-        """The same, and whether all pinned tasks are ready."""
-        return status(service.ready())
-
-    @app.get("/metrics", responses=answer(METRICS, "text/plain"))
+    @app.get("/metrics", responses=example(METRICS, "text/plain"))
     async def metrics() -> Response:
-        """Metrics of all workers, in Prometheus' format."""
+        """Metrics of all workers, in Prometheus format."""
         service.update_gauges()
-        text = await asyncio.to_thread(service.metrics.text)  # with many tasks it takes seconds
+        text = await asyncio.to_thread(service.metrics.render)  # takes seconds with many tasks
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _add_page(app: FastAPI, path: str, name: str) -> None:
-    """A page that may load nothing but its own script and style, and talk to this host only."""
+    """Serve a page whose policy allows only its own script and style, and requests to this host."""
     text = files("bitgraft.serving").joinpath(name).read_text()
     hashes = {
-        tag: base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
-        for tag, inside in re.findall(r"<(script|style)>(.*?)</\1>", text, re.DOTALL)
+        tag: base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        for tag, content in re.findall(r"<(script|style)>(.*?)</\1>", text, re.DOTALL)
     }
     policy = (
         f"default-src 'none'; script-src 'sha256-{hashes['script']}'; style-src 'sha256-{hashes['style']}'; "
@@ -173,16 +164,16 @@ def _add_page(app: FastAPI, path: str, name: str) -> None:
         return HTMLResponse(text, headers={"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff"})
 
 
-async def _failed(request: Request, problem: Any) -> Response:
-    if isinstance(problem, Refusal):
+async def _error_response(request: Request, problem: Any) -> Response:
+    if isinstance(problem, HttpError):
         headers = {} if problem.retry_after is None else {"Retry-After": str(problem.retry_after)}
         if problem.status in (400, 401, 403, 408, 413, 415, 503, 507):
-            headers["Connection"] = "close"  # the rest of the body may still come, and nobody will read it
-        return JSONResponse({"error": problem.sentence}, problem.status, headers)
+            headers["Connection"] = "close"  # the client may still be sending a body that nobody reads
+        return JSONResponse({"error": problem.message}, problem.status, headers)
     if isinstance(problem, HTTPException):
-        sentence = f"{request.method} {request.url.path}: {problem.detail}; see /docs for what there is"
-        return JSONResponse({"error": sentence}, problem.status_code, problem.headers)
+        message = f"{request.method} {request.url.path}: {problem.detail}; see /docs for the API"
+        return JSONResponse({"error": message}, problem.status_code, problem.headers)
     if isinstance(problem, RequestValidationError):
         first = problem.errors()[0]
         return JSONResponse({"error": f"{first['loc'][-1]}: {first['msg'].lower()}"}, 422)
-    return JSONResponse({"error": "the service failed; its log says why"}, 500)
+    return JSONResponse({"error": "internal error: see the service's log"}, 500)

@@ -1,4 +1,4 @@
-"""Answers to images whose task nobody names: `POST /v1/predict/auto`."""
+"""`POST /v1/predict/auto`: identify the task of each image and run it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,29 +7,30 @@ import torch
 from torch import Tensor
 
 from bitgraft.errors import BitgraftError
+from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.library import Library
 from bitgraft.serving.predictions import decode
-from bitgraft.serving.refusals import Refusal
 from bitgraft.workflows.identification import told
 from bitgraft.workflows.prediction import torch_scores
 
 
-def find(library: Library, images: Sequence[bytes], top: int, max_pixels: int) -> list[dict[str, Any]]:
-    """Each image's task as the store is now, the likeliest tasks, and its answers."""
+def identify(library: Library, images: Sequence[bytes], top: int, max_pixels: int) -> list[dict[str, Any]]:
+    """Return each image's task, the most likely tasks, and the task's answers, as JSON."""
     net = library.net
-    entries = {name: entry for name, entry in library.tasks.items() if entry.name != net.original}
-    tasks = {name: net.tasks[entry.inner] for name, entry in entries.items()}
-    ways = list(dict.fromkeys(entry.preprocessing for entry in entries.values()))
-    decoded = [decode(data, ways, max_pixels, f"image {i + 1}") for i, data in enumerate(images)]
+    entries = {name: entry for name, entry in library.tasks.items() if name != net.original}
+    tasks = {name: net.tasks[entry.task_id] for name, entry in entries.items()}
+    preprocessings = list(dict.fromkeys(entry.preprocessing for entry in entries.values()))
+    decoded = [decode(data, preprocessings, max_pixels, f"image {i + 1}") for i, data in enumerate(images)]
     device = net.anatomy.device
-    stacked = {way: torch.stack([image[i] for image in decoded]).to(device) for i, way in enumerate(ways)}
+    stacked = [torch.stack(tensors).to(device) for tensors in zip(*decoded, strict=True)]
+    batches = dict(zip(preprocessings, stacked, strict=True))
 
     def run(name: str, batch: Tensor) -> Tensor:
-        return torch_scores(net, entries[name].inner, batch).to(device)
+        return torch_scores(net, entries[name].task_id, batch).to(device)
 
     try:
-        given = {name: stacked[entry.preprocessing] for name, entry in entries.items()}
-        decision = net._identifier.decide(tasks, given, run)
+        inputs = {name: batches[entry.preprocessing] for name, entry in entries.items()}
+        decision = net._identifier.decide(tasks, inputs, run)
     except BitgraftError as problem:  # no task has a description, or the backbone has no features
-        raise Refusal(409, str(problem)) from problem
+        raise HttpError(409, str(problem)) from problem
     return told(decision, {name: entry.classes for name, entry in entries.items()}, top=top)

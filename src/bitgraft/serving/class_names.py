@@ -1,4 +1,4 @@
-"""Names for the classes of the backbone itself."""
+"""Class names of the backbone's own head."""
 
 from timm.data.imagenet_info import ImageNetInfo, infer_imagenet_subset
 from torch import nn
@@ -7,7 +7,7 @@ from bitgraft.store import Backbone
 
 
 def imagenet_names(network: nn.Module, backbone: Backbone) -> tuple[str, ...] | None:
-    """ImageNet's names, if the network is one of timm's with weights and as many classes as ImageNet has."""
+    """Return ImageNet's class names for a pretrained timm network with an ImageNet head, else None."""
     trained = backbone.pretrained or backbone.weights is not None
     subset = infer_imagenet_subset(network) if trained and hasattr(network, "pretrained_cfg") else None
     if subset is None:

@@ -1,12 +1,12 @@
-"""The service behind HTTP: images are decoded in a few threads, queued by task, and run in turns."""
+"""The service behind HTTP: decode images in a thread pool, queue them by task, and run them in batches."""
 
 import asyncio
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,22 +15,23 @@ from bitgraft.errors import UnknownTaskError, UnsafeNameError
 from bitgraft.runtime.module_cache import computed_bytes
 from bitgraft.serving import auto
 from bitgraft.serving.changes import change
+from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.library import Entry, Library
 from bitgraft.serving.metrics import Metrics
 from bitgraft.serving.predictions import check_tensor, decode
-from bitgraft.serving.refusals import Refusal
 from bitgraft.serving.scheduler import Scheduler
 from bitgraft.serving.sessions import Sessions
 from bitgraft.serving.settings import Settings
-from bitgraft.serving.tracing import Tracing, otlp_exporter
+from bitgraft.serving.tracing import Tracing
 from bitgraft.workflows.prediction import best, probabilities, task_session, torch_scores
 
+T = TypeVar("T")
 Predictions = list[dict[str, Any]]
-"""For each task {"task", "version", "milliseconds": in the network, "answers": the best classes by image}."""
+"""Per task: {"task", "version", "milliseconds" in the network, "answers": the most likely classes per image}."""
 
 
 class Inferred(NamedTuple):
-    """One task's probabilities (N, classes), and what the classes are called, if they have names."""
+    """One task's probabilities (N, classes), its class names if it has any, and its version."""
 
     probabilities: Tensor
     classes: Sequence[str] | None
@@ -38,15 +39,15 @@ class Inferred(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """One image's probabilities, how long its batch took, and when that ended."""
+    """One image's probabilities (classes,), the duration of its batch and the time when that ended."""
 
-    row: Tensor
+    probabilities: Tensor
     seconds: float
-    ended: float
+    end: float
 
 
 class Service(Protocol):
-    """What the HTTP side needs: an engine in this process, or replicas on other machines."""
+    """What the HTTP routes need: an engine in this process, or replicas on other machines."""
 
     settings: Settings
     metrics: Metrics
@@ -58,8 +59,8 @@ class Service(Protocol):
     async def tasks(self) -> dict[str, Any]: ...
     async def task(self, name: str) -> dict[str, Any]: ...
 
-    async def find(self, images: Sequence[bytes], top: int) -> list[dict[str, Any]]:
-        raise Refusal(501, "this service does not find an image's task: name it, as in /v1/predict/NAME")
+    async def identify(self, images: Sequence[bytes], top: int) -> list[dict[str, Any]]:
+        raise HttpError(501, "this service cannot identify an image's task: name it, as in /v1/predict/NAME")
 
     def healthy(self) -> bool:
         return True
@@ -76,24 +77,24 @@ class Engine(Service):
 
     def __init__(self, library: Library, settings: Settings) -> None:
         self.library, self.settings, self.metrics = library, settings, Metrics()
-        self.tracing = Tracing(otlp_exporter(settings.otlp) if settings.otlp else None)
+        self.tracing = Tracing.to_collector(settings.otlp)
         self.scheduler = Scheduler(
             self._run,
             batch=settings.max_batch,
             wait=settings.max_wait_ms / 1000,
             queue=settings.max_queue,
             total=settings.max_waiting,
-            turns=settings.turns_each,
+            turns=settings.turns_per_worker,
         )
         self.sessions = Sessions(
             library,
             budget=settings.memory_budget,
             pinned=settings.pin,
-            enabled=settings.sessions,
+            enabled=settings.use_sessions,
             make=partial(task_session, threads=settings.threads_per_turn, export=False),
-            note=lambda task, event: self.metrics.session_events.labels(task, event).inc(),
+            on_event=lambda task, event: self.metrics.session_events.labels(task, event).inc(),
         )
-        self._decoders = ThreadPoolExecutor(settings.threads_each, thread_name_prefix="bitgraft-decoder")
+        self._decoders = ThreadPoolExecutor(settings.threads_per_worker, thread_name_prefix="bitgraft-decoder")
         self._decoding = 0
         self._watcher = threading.Thread(target=self._watch, name="bitgraft-watcher", daemon=True)
 
@@ -105,132 +106,132 @@ class Engine(Service):
         self._watcher.start()
 
     def healthy(self) -> bool:
-        """Every thread that answers depend on is alive."""
+        """Whether every thread that requests depend on is alive."""
         return self.scheduler.alive and self.sessions.alive and self._watcher.is_alive()
 
     def ready(self) -> bool:
         return self.healthy() and self.sessions.ready()
 
     async def predict(self, names: Sequence[str], images: Sequence[bytes], top: int) -> Predictions:
-        """Every task's answers to every image. A request that cannot be answered whole is refused whole."""
+        """Run every task on every image. A request succeeds or fails as a whole."""
         entries = self._find(dict.fromkeys(names))
-        with self.metrics.asked(entries, len(images)):
-            self._check(len(entries), len(images))
+        with self.metrics.track(entries, len(images)):
+            self._check_size(len(entries), len(images))
             decoded = await self._decode(entries, images)
-            scored = await self._scored(dict(zip(entries, zip(*decoded, strict=True), strict=True)))
-        return [self._answers(entry, scored[entry], top) for entry in entries]
+            scored = await self._score(dict(zip(entries, zip(*decoded, strict=True), strict=True)))
+        return [self._prediction(entry, scored[entry], top) for entry in entries]
 
     async def infer(self, name: str, inputs: Sequence[bytes] | Tensor) -> Inferred:
-        """All probabilities of one task, for images or for a tensor that is already preprocessed."""
+        """Return one task's probabilities for encoded images or a preprocessed tensor."""
         (entry,) = self._find([name])
-        with self.metrics.asked([entry], len(inputs)):
-            self._check(1, len(inputs))
+        with self.metrics.track([entry], len(inputs)):
+            self._check_size(1, len(inputs))
             if isinstance(inputs, Tensor):
                 check_tensor(inputs, entry.preprocessing)
-                rows = list(inputs)
+                images = list(inputs)
             else:
-                rows = [made for (made,) in await self._decode([entry], inputs)]
-            scored = (await self._scored({entry: rows}))[entry]
-        return Inferred(torch.stack([one.row for one in scored]), entry.classes, entry.about["version"])
+                images = [tensor for (tensor,) in await self._decode([entry], inputs)]
+            scored = (await self._score({entry: images}))[entry]
+        return Inferred(torch.stack([one.probabilities for one in scored]), entry.classes, entry.info["version"])
 
     async def change(self, action: str, name: str, *args: Any) -> dict[str, Any]:
         return await asyncio.to_thread(change, self.library, action, name, *args)
+
+    async def identify(self, images: Sequence[bytes], top: int) -> list[dict[str, Any]]:
+        """Return each image's task and its answers. It runs in a decoder thread, outside the queues."""
+        self._check_size(1, len(images))
+        work = partial(auto.identify, self.library, images, top, self.settings.max_pixels)
+        return await self._in_decoder(work, len(images))
 
     def _find(self, names: Iterable[str]) -> list[Entry]:
         try:
             return self.library.find(names)
         except UnsafeNameError as problem:
-            raise Refusal(400, str(problem)) from problem
+            raise HttpError(400, str(problem)) from problem
         except UnknownTaskError as problem:
-            raise Refusal(404, str(problem)) from problem
+            raise HttpError(404, str(problem)) from problem
 
-    async def find(self, images: Sequence[bytes], top: int) -> list[dict[str, Any]]:
-        """Each image's task and its answers, found in a thread beside the scheduler's."""
-        self._check(1, len(images))
-        work = partial(auto.find, self.library, images, top, self.settings.max_pixels)
-        self._decoding += len(images)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._decoders, work)
-        finally:
-            self._decoding -= len(images)
-
-    def _check(self, tasks: int, images: int) -> None:
-        """Refuse what would not fit into empty queues, or has too many before it."""
+    def _check_size(self, tasks: int, images: int) -> None:
+        """Refuse a request that would not fit into empty queues, or when too many images wait to be decoded."""
         most, total = self.settings.max_queue, self.settings.max_waiting
         if images > most or tasks * images > total:
             limits = f"send at most {most} images, and at most {total} images times tasks"
-            raise Refusal(413, f"{images} images for {tasks} tasks are too many for one request: {limits}")
+            raise HttpError(413, f"{images} images for {tasks} tasks are too many for one request: {limits}")
         if self._decoding + images > total:
-            raise Refusal(503, f"{self._decoding} images are already waiting to be decoded: try later", 1)
+            raise HttpError(503, f"{self._decoding} images are already waiting to be decoded: try again later", 1)
 
     async def _decode(self, entries: Sequence[Entry], images: Sequence[bytes]) -> list[list[Tensor]]:
-        """Each image as each task takes it: for each image, a tensor per task."""
-        wanted, limit = [entry.preprocessing for entry in entries], self.settings.max_pixels
+        """Decode each image for each task: per image, one tensor per task."""
+        preprocessings, limit = [entry.preprocessing for entry in entries], self.settings.max_pixels
         names = ["the image"] if len(images) == 1 else [f"image {i + 1}" for i in range(len(images))]
 
         def work() -> list[list[Tensor]]:
-            return [decode(data, wanted, limit, name) for data, name in zip(images, names, strict=True)]
+            return [decode(data, preprocessings, limit, name) for data, name in zip(images, names, strict=True)]
 
-        self._decoding += len(images)
-        began = time.perf_counter()
+        start = time.perf_counter()
+        try:
+            return await self._in_decoder(work, len(images))
+        finally:
+            self.tracing.step("decode", start, time.perf_counter(), **{"bitgraft.images": len(images)})
+
+    async def _in_decoder(self, work: Callable[[], T], images: int) -> T:
+        self._decoding += images
         try:
             return await asyncio.get_running_loop().run_in_executor(self._decoders, work)
         finally:
-            self._decoding -= len(images)
-            self.tracing.step("decode", began, time.perf_counter(), **{"bitgraft.images": len(images)})
+            self._decoding -= images
 
-    async def _scored(self, inputs: dict[Entry, Sequence[Tensor]]) -> dict[Entry, list[Scored]]:
-        """Each task's images through its queue and the network."""
-        began = time.perf_counter()
+    async def _score(self, inputs: dict[Entry, Sequence[Tensor]]) -> dict[Entry, list[Scored]]:
+        """Send each task's images through its queue and the network."""
+        start = time.perf_counter()
         futures, scored = self.scheduler.submit(dict(inputs.items())), dict[Entry, list[Scored]]()
         for entry in inputs:
             scored[entry] = [await asyncio.wrap_future(future) for future in futures[entry]]
-        for entry, rows in scored.items():
-            for one in rows:
-                self.metrics.queue_seconds.labels(entry.name).observe(one.ended - one.seconds - began)
-            for one in {one.ended: one for one in rows}.values():  # of each batch
-                about = {"bitgraft.task": entry.name, "bitgraft.version": entry.about["version"]}
-                self.tracing.step("queue", began, one.ended - one.seconds, **about)
-                self.tracing.step("compute", one.ended - one.seconds, one.ended, **about)
+        for entry, images in scored.items():
+            for one in images:
+                self.metrics.queue_seconds.labels(entry.name).observe(one.end - one.seconds - start)
+            for one in _batches(images):
+                attributes = {"bitgraft.task": entry.name, "bitgraft.version": entry.info["version"]}
+                self.tracing.step("queue", start, one.end - one.seconds, **attributes)
+                self.tracing.step("compute", one.end - one.seconds, one.end, **attributes)
         return scored
 
-    def _answers(self, entry: Entry, scored: Sequence[Scored], top: int) -> dict[str, Any]:
-        seconds = sum({one.ended: one.seconds for one in scored}.values())
+    def _prediction(self, entry: Entry, scored: Sequence[Scored], top: int) -> dict[str, Any]:
         return {
             "task": entry.name,
-            "version": entry.about["version"],
-            "milliseconds": round(1000 * seconds, 3),
-            "answers": [best(one.row, entry.classes, top) for one in scored],
+            "version": entry.info["version"],
+            "milliseconds": round(1000 * sum(one.seconds for one in _batches(scored)), 3),
+            "answers": [best(one.probabilities, entry.classes, top) for one in scored],
         }
 
     def _run(self, entry: Entry, images: list[Tensor]) -> list[Scored]:
-        """The probabilities of each image. Only the scheduler's threads call this."""
-        began = time.perf_counter()
+        """Run one batch, in one of the scheduler's threads."""
+        start = time.perf_counter()
         scores, engine = self._scores(entry, images)
         rows = probabilities(scores)
-        ended = time.perf_counter()
-        self.metrics.compute_seconds.labels(entry.name, entry.role, engine).observe(ended - began)
+        end = time.perf_counter()
+        self.metrics.compute_seconds.labels(entry.name, entry.role, engine).observe(end - start)
         self.metrics.images.labels(entry.name, entry.role).inc(len(images))
         self.metrics.batch.observe(len(images))
-        return [Scored(row, ended - began, ended) for row in rows]
+        return [Scored(row, end - start, end) for row in rows]
 
     def _scores(self, entry: Entry, images: list[Tensor]) -> tuple[Tensor, str]:
-        """(N, classes), and the engine that gave them."""
+        """Return the scores (N, classes) and the name of the engine that computed them."""
         session = self.sessions.get(entry, len(images))
         if session is not None:
             return session(torch.stack(images)), "onnxruntime"
         net = self.library.net
-        self.metrics.switches.inc(entry.inner not in net.resident)
+        self.metrics.switches.inc(entry.task_id not in net.resident)
         if self.settings.exact:
-            return torch.cat([torch_scores(net, entry.inner, image[None]) for image in images]), "torch"
-        return self.sessions.passing_scores(entry, torch.stack(images))
+            return torch.cat([torch_scores(net, entry.task_id, image[None]) for image in images]), "torch"
+        return self.sessions.run_without_session(entry, torch.stack(images))
 
     async def tasks(self) -> dict[str, Any]:
-        """The store as JSON."""
+        """Return the store as JSON."""
         library, errors = self.library, dict(self.library.errors)
         rows = [self._row(entry) for entry in library.tasks.values()]
         for row in rows:
-            if row["name"] in errors:  # the old version goes on
+            if row["name"] in errors:  # the old version is still served
                 row["error"] = errors.pop(row["name"])
         return {
             "backbone": library.store.backbone.name,
@@ -243,17 +244,17 @@ class Engine(Service):
 
     def _row(self, entry: Entry) -> dict[str, Any]:
         engine, reason = self.sessions.engine(entry), self.sessions.reasons.get(entry)
-        resident = engine == "onnxruntime" or entry.inner in self.library.net.resident
-        row = {**self.library.about(entry), "resident": resident, "engine": engine}
-        return row | ({"engine_reason": reason} if reason and self.settings.sessions else {})
+        resident = bool(self.sessions.size(entry)) or entry.task_id in self.library.net.resident
+        row = {**self.library.info(entry), "resident": resident, "engine": engine}
+        return row | ({"engine_reason": reason} if reason and self.settings.use_sessions else {})
 
     async def task(self, name: str) -> dict[str, Any]:
-        """One task as JSON, layer by layer."""
+        """Return one task as JSON, with its layers."""
         entry = self.library.tasks.get(name)
         if entry is None:
-            raise Refusal(404, f"there is no task {name!r}; known are {', '.join(self.library.tasks)}")
+            raise HttpError(404, f"there is no task {name!r}; known tasks are {', '.join(self.library.tasks)}")
         shape = [entry.preprocessing.channels, *entry.preprocessing.size]
-        return {**self.library.about(entry), "input": shape, "class_names": entry.classes, "layers": entry.layers}
+        return {**self.library.info(entry), "input": shape, "class_names": entry.classes, "layers": entry.layers}
 
     def update_gauges(self) -> None:
         self.metrics.decoding.set(self._decoding)
@@ -266,13 +267,13 @@ class Engine(Service):
         self.metrics.set_task_bytes(self._task_bytes())
 
     def _task_bytes(self) -> dict[tuple[str, str], int]:
-        """By task and tier: its bits, and its weights in PyTorch or in a session."""
+        """Bytes by task and tier: its file, and its weights in PyTorch or in a session."""
         net, sizes = self.library.net, dict[tuple[str, str], int]()
         resident = net.resident
         for entry in self.library.tasks.values():
-            sizes[entry.name, "bits"] = entry.about["bytes"]
-            if entry.inner in resident and entry.inner in net.tasks:
-                sizes[entry.name, "torch"] = computed_bytes(net.tasks[entry.inner])
+            sizes[entry.name, "bits"] = entry.info["bytes"]
+            if entry.task_id in resident and entry.task_id in net.tasks:
+                sizes[entry.name, "torch"] = computed_bytes(net.tasks[entry.task_id])
             if size := self.sessions.size(entry):
                 sizes[entry.name, "onnxruntime"] = size
         return sizes
@@ -283,3 +284,8 @@ class Engine(Service):
             self.library.scan()
             self.sessions.keep_pinned()
             self.update_gauges()
+
+
+def _batches(scored: Iterable[Scored]) -> Iterable[Scored]:
+    """One image of each batch."""
+    return {one.end: one for one in scored}.values()

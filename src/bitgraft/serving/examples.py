@@ -1,4 +1,4 @@
-"""Examples of answers, for people who read /docs and /openapi.json."""
+"""Example responses for /docs and /openapi.json."""
 
 from typing import Any
 
@@ -42,20 +42,6 @@ CHANGED = {**_ROW, "canary": {"share": 0.1, "version": "5d0e77c1b2a94f36", "accu
 STATUS = {"status": "ok"}
 METRICS = 'bitgraft_task_requests_total{status="200",task="flowers",version="stable"} 42.0'
 SERVER = {"name": "bitgraft", "version": "0.1.0", "extensions": ["binary_tensor_data", "classification"]}
-MODEL = {
-    "name": "flowers",
-    "versions": ["9c4b1f6a02d7e385"],
-    "platform": "bitgraft",
-    "inputs": [
-        {"name": "images", "datatype": "BYTES", "shape": [-1]},
-        {"name": "tensor", "datatype": "FP32", "shape": [-1, 3, 224, 224]},
-    ],
-    "outputs": [
-        {"name": "probabilities", "datatype": "FP32", "shape": [-1, 102]},
-        {"name": "class", "datatype": "BYTES", "shape": [-1]},
-    ],
-    "classes": ["rose", "tulip", "…"],
-}
 INFER_REQUEST = {"inputs": [{"name": "images", "datatype": "BYTES", "shape": [1], "data": ["/9j/4AAQ…"]}]}
 INFERRED = {
     "model_name": "flowers",
@@ -68,6 +54,6 @@ INFERRED = {
 }
 
 
-def answer(example: Any, kind: str = "application/json") -> dict[int | str, dict[str, Any]]:
-    """What a route answers when all is well, as FastAPI takes it."""
-    return {200: {"content": {kind: {"example": example}}}}
+def example(value: Any, kind: str = "application/json") -> dict[int | str, dict[str, Any]]:
+    """FastAPI's `responses` with an example of the 200 response."""
+    return {200: {"content": {kind: {"example": value}}}}

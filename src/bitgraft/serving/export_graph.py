@@ -1,6 +1,6 @@
-"""`python -m bitgraft.serving.export_graph STORE TASK`: puts a task's ONNX graph into the cache, or why it has none.
+"""`python -m bitgraft.serving.export_graph STORE TASK`: export a task's ONNX graph into the cache.
 
-A process of its own, since tracing changes how every module of a process is called while it lasts.
+It runs in its own process because tracing patches every module call in the process.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""The Open Inference Protocol (KServe's V2), so that clients of KServe and Triton work as they are.
+"""The Open Inference Protocol (KServe V2), for existing KServe and Triton clients.
 
-A model is a task. Its input is `images` (BYTES: encoded images) or `tensor` (FP32: already preprocessed). Its outputs
-are `probabilities`, in the order of the task's classes, and `class`, the name of the likeliest.
+A model is a task. Its input is `images` (BYTES: encoded images) or `tensor` (FP32: preprocessed images). Its outputs
+are `probabilities`, in the order of the task's classes, and `class`, the name of the most likely class.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from fastapi.responses import JSONResponse, Response
 
 from bitgraft import __version__
 from bitgraft.serving.engine import Service
-from bitgraft.serving.examples import INFER_REQUEST, INFERRED, MODEL, SERVER, STATUS, answer
-from bitgraft.serving.refusals import Refusal
+from bitgraft.serving.examples import INFER_REQUEST, INFERRED, SERVER, STATUS, TASK, example
+from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.tensors import HEADER_LENGTH, read_request, write_response
 from bitgraft.serving.uploads import Uploads
 
@@ -27,62 +27,60 @@ BODY = {
 
 
 def add_inference_protocol(app: FastAPI, service: Service, uploads: Uploads) -> None:
-    _add_health(app, service)
+    @app.get("/healthz", name="healthy", responses=example(STATUS))
+    @app.get("/v2/health/live", responses=example(STATUS))
+    async def live() -> Response:
+        """Liveness: the process accepts requests."""
+        return _status(service.healthy())
 
-    @app.get("/v2", responses=answer(SERVER))
+    @app.get("/readyz", responses=example(STATUS))
+    @app.get("/v2/health/ready", responses=example(STATUS))
+    async def ready() -> Response:
+        """Readiness: the process accepts requests and every pinned task is ready."""
+        return _status(service.ready())
+
+    @app.get("/v2", responses=example(SERVER))
     async def server() -> dict[str, Any]:
-        """What this server is."""
+        """The server's name, version and protocol extensions."""
         return SERVER | {"version": __version__}
 
-    @app.get("/v2/models/{task}", responses=answer(MODEL))
+    @app.get("/v2/models/{task}", responses=example(_metadata(TASK)))
     async def model(task: str) -> dict[str, Any]:
         """A task's inputs, outputs and classes."""
         return _metadata(await service.task(task))
 
-    @app.get("/v2/models/{task}/ready", responses=answer(STATUS))
+    @app.get("/v2/models/{task}/ready", responses=example(STATUS))
     async def model_ready(task: str) -> Response:
-        """Whether the task is served; its weights are computed when they are needed."""
+        """Whether the task is served. Its weights may not be computed yet."""
         await service.task(task)
         return _status(service.healthy())
 
-    @app.post("/v2/models/{task}/infer", openapi_extra=BODY, responses=answer(INFERRED))
+    @app.post("/v2/models/{task}/infer", openapi_extra=BODY, responses=example(INFERRED))
     async def infer(request: Request, task: str) -> Response:
-        """A task's probabilities for images, or for tensors that are already preprocessed."""
-        if coding := request.headers.get("content-encoding", ""):
-            raise Refusal(415, f"the body is compressed with {coding}: send it as it is")
+        """A task's class probabilities for encoded images or a preprocessed tensor."""
+        if encoding := request.headers.get("content-encoding", ""):
+            raise HttpError(415, f"the body is compressed with {encoding}: send it uncompressed")
         async with uploads.body(request) as body:
-            asked = await asyncio.to_thread(read_request, body, request.headers.get(HEADER_LENGTH))
-            inferred = await service.infer(task, asked.inputs)
-        data, headers = write_response(task, asked, inferred)
+            wanted, inputs = await asyncio.to_thread(read_request, body, request.headers.get(HEADER_LENGTH))
+            inferred = await service.infer(task, inputs)
+        data, headers = write_response(task, wanted, inferred)
         kind = "application/octet-stream" if HEADER_LENGTH in headers else "application/json"
         return Response(data, media_type=kind, headers=headers)
 
 
-def _add_health(app: FastAPI, service: Service) -> None:
-    @app.get("/v2/health/live", responses=answer(STATUS))
-    async def live() -> Response:
-        """Whether the process works."""
-        return _status(service.healthy())
-
-    @app.get("/v2/health/ready", responses=answer(STATUS))
-    async def ready() -> Response:
-        """Whether all pinned tasks are ready, too."""
-        return _status(service.ready())
+def _status(ok: bool) -> Response:
+    return JSONResponse({"status": "ok" if ok else "unavailable"}, 200 if ok else 503)
 
 
-def _status(good: bool) -> Response:
-    return JSONResponse({"status": "ok" if good else "unavailable"}, 200 if good else 503)
-
-
-def _metadata(about: dict[str, Any]) -> dict[str, Any]:
-    classes = about["class_names"]
+def _metadata(task: dict[str, Any]) -> dict[str, Any]:
+    classes = task["class_names"]
     return {
-        "name": about["name"],
-        "versions": [about["version"]],
+        "name": task["name"],
+        "versions": [task["version"]],
         "platform": "bitgraft",
         "inputs": [
             {"name": "images", "datatype": "BYTES", "shape": [-1]},
-            {"name": "tensor", "datatype": "FP32", "shape": [-1, *about["input"]]},
+            {"name": "tensor", "datatype": "FP32", "shape": [-1, *task["input"]]},
         ],
         "outputs": [
             {"name": "probabilities", "datatype": "FP32", "shape": [-1, len(classes) if classes else -1]},

@@ -1,7 +1,7 @@
-"""The tasks of a store in memory, kept in step with its folder.
+"""The loaded tasks of a store, kept up to date with its folder.
 
-A loaded task never changes. A replaced file becomes another `Entry` under the same name; the old one stays loaded while
-a request holds it. A file that cannot be used changes nothing and is reported.
+A loaded task never changes. When a file is replaced, a new `Entry` takes over its name; the old one stays loaded while
+requests use it. A broken file is reported and leaves the old entry in place.
 """
 
 import json
@@ -21,9 +21,10 @@ import xxhash
 from bitgraft.backbone.files import check_name, read_whole
 from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.errors import TaskError, UnknownTaskError
-from bitgraft.format.archive import pack_task
+from bitgraft.format.archive import from_bytes, rename
 from bitgraft.format.inspect import inspect_archive
 from bitgraft.network import Network
+from bitgraft.runtime.new_task import loaded_task
 from bitgraft.serving.class_names import imagenet_names
 from bitgraft.serving.versions import CANARY
 from bitgraft.store import SUFFIX, Store
@@ -31,7 +32,7 @@ from bitgraft.workflows.prediction import preprocessing_of
 
 log = logging.getLogger("bitgraft.serving")
 
-Signature = tuple[int, int, int]  # a file's size, when it was written, its inode
+Signature = tuple[int, int, int]  # size, modification time and inode of a file
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,16 +40,16 @@ class Entry:
     """One version of a task."""
 
     name: str
-    inner: str
-    """What the network calls this version."""
+    task_id: str
+    """The name of this version in the network."""
     classes: tuple[str, ...] | None
     preprocessing: Preprocessing
-    about: Mapping[str, Any]
+    info: Mapping[str, Any]
     """As JSON: version, method, classes, accuracy, bytes, bits per weight."""
     layers: tuple[Mapping[str, Any], ...] = ()
-    """As JSON: the share of ones and k0..k3 by layer."""
+    """As JSON: mask density and k0..k3 per layer."""
     share: float | None = None
-    """A canary's share of the task's traffic."""
+    """The share of the task's requests that a canary answers."""
 
     @property
     def role(self) -> str:
@@ -59,67 +60,71 @@ class Entry:
 
 
 class Library:
-    """`tasks` and `canaries` are replaced as a whole, so a reader always sees one state of the store."""
+    """The store's tasks, loaded. `tasks` and `canaries` are replaced, never modified, so readers need no lock."""
 
     def __init__(self, store: Store, net: Network) -> None:
         self.store, self.net = store, net.eval()
         self.errors: Mapping[str, str] = {}
-        """Why a file is not served as it is now, by its path without suffix; "" is the folder itself."""
-        self._seen: dict[str, Signature] = {}
+        """Why a file is not served, by its path in the store without suffix; "" is the folder itself."""
+        self._signatures: dict[str, Signature] = {}
         self._loaded: dict[str, Entry] = {}  # by path, as in `errors`
-        self._versions = 0
-        self._unused: list[str] = []  # versions whose entries are gone
-        self._scanning = threading.Lock()
+        self._loads = 0
+        self._unused: list[str] = []  # ids of tasks whose entries were garbage-collected
+        self._scan_lock = threading.Lock()
         names = imagenet_names(net.backbone, store.backbone)
-        about = {"name": net.original, "method": "backbone", "bytes": 4 * store.size.parameters}
-        about |= {"version": store.fingerprint[:16], "classes": len(names) if names else None}
-        self._own = Entry(net.original, net.original, names, preprocessing_of(net, net.original), about)
-        self.tasks: Mapping[str, Entry] = {net.original: self._own}
+        info = {"name": net.original, "method": "backbone", "bytes": 4 * store.size.parameters}
+        info |= {"version": store.fingerprint[:16], "classes": len(names) if names else None}
+        self._original = Entry(net.original, net.original, names, preprocessing_of(net, net.original), info)
+        self.tasks: Mapping[str, Entry] = {net.original: self._original}
         self.canaries: Mapping[str, Entry] = {}
+        self.scan()
 
     def find(self, names: Iterable[str]) -> list[Entry]:
-        """The tasks of these names as they are now; for its share of calls, a canary in its task's place."""
+        """Return the entries that answer a request to these tasks. Canaries are drawn at random by their share."""
         tasks, canaries = self.tasks, self.canaries
+        entries = []
         for name in names:
             if name not in tasks:
                 check_name(name)
                 broken = f" (its file is broken: {self.errors[name]})" if name in self.errors else ""
-                raise UnknownTaskError(f"there is no task {name!r}{broken}; known are {', '.join(tasks)}")
-        return [self._draw(tasks[name], canaries.get(name)) for name in names]
+                raise UnknownTaskError(f"there is no task {name!r}{broken}; known tasks are {', '.join(tasks)}")
+            entry = tasks[name]
+            if (canary := canaries.get(name)) is not None and random.random() < (canary.share or 0.0):
+                entry = canary
+            entries.append(entry)
+        return entries
 
-    def _draw(self, task: Entry, canary: Entry | None) -> Entry:
-        return task if canary is None or random.random() >= (canary.share or 0.0) else canary
-
-    def about(self, entry: Entry) -> dict[str, Any]:
-        """A task as JSON, with its canary."""
+    def info(self, entry: Entry) -> dict[str, Any]:
+        """Return a task and its canary, if any, as JSON."""
         canary = self.canaries.get(entry.name)
         if canary is None:
-            return dict(entry.about)
-        told = {"share": canary.share, "version": canary.about["version"], "accuracy": canary.about["accuracy"]}
-        return {**entry.about, "canary": told}
+            return dict(entry.info)
+        shown = {"share": canary.share, "version": canary.info["version"], "accuracy": canary.info["accuracy"]}
+        return {**entry.info, "canary": shown}
 
     def scan(self) -> bool:
-        """Load what was added, replaced or removed since the last scan; whether anything was."""
-        with self._scanning:
+        """Load new and replaced files and drop removed ones. Return whether the folder has changed."""
+        with self._scan_lock:
             try:
                 found = self._files()
             except OSError as problem:
-                self._report({**self.errors, "": f"the store's folder cannot be read: {problem.strerror}"})
+                self._report({**self.errors, "": f"cannot read the store's folder: {problem.strerror}"})
                 return False
-            new = found != self._seen or "" in self.errors
-            if new:
-                changed = {key for key, signature in found.items() if self._seen.get(key) != signature}
-                again = changed | (self.errors.keys() & found.keys())  # a missing dependency may be here now
+            has_changed = found != self._signatures or "" in self.errors
+            if has_changed:
+                changed = {key for key, signature in found.items() if self._signatures.get(key) != signature}
+                retried = self.errors.keys() & found.keys()  # a missing dependency may have been added
                 loaded = {key: entry for key, entry in self._loaded.items() if key in found}
-                self._report(self._load(loaded, sorted(again), found))
-                self._publish(found, loaded)
+                self._report(self._load(loaded, sorted(changed | retried)))
+                self._signatures = found
+                self._publish(loaded)
             self._unload()
-            return new
+            return has_changed
 
     def check(self, name: str, path: Path) -> None:
-        """Load a file as this task and drop it again; a `TaskError` says what is wrong with it."""
-        with self._scanning:
-            problem = self._try(name, path, path.stat().st_size)[1]
+        """Load a file as this task and drop it again. Raise a `TaskError` if it cannot be served."""
+        with self._scan_lock:
+            problem = self._try(name, path)[1]
             self._unload()
         if problem:
             raise TaskError(problem)
@@ -137,65 +142,68 @@ class Library:
                     found[prefix + path.stem] = stat.st_size, stat.st_mtime_ns, stat.st_ino
         return found
 
-    def _publish(self, found: dict[str, Signature], loaded: dict[str, Entry]) -> None:
-        entries = [entry for _, entry in sorted(loaded.items())]
-        tasks = {entry.name: entry for entry in [self._own, *entries] if entry.share is None}
-        self._seen, self._loaded, self.tasks = found, loaded, dict(sorted(tasks.items()))
+    def _publish(self, loaded: dict[str, Entry]) -> None:
+        entries = sorted([self._original, *loaded.values()], key=lambda entry: entry.name)
+        self._loaded = loaded
+        self.tasks = {entry.name: entry for entry in entries if entry.share is None}
         self.canaries = {entry.name: entry for entry in entries if entry.share is not None}
 
     def _unload(self) -> None:
-        for inner in list(self._unused):
+        for task_id in list(self._unused):
             with suppress(TaskError):  # another task builds on it
-                self.net.remove_task(inner)
-                self._unused.remove(inner)
+                self.net.remove_task(task_id)
+                self._unused.remove(task_id)
 
-    def _load(self, loaded: dict[str, Entry], keys: list[str], found: Mapping[str, Signature]) -> dict[str, str]:
-        """Load files into `loaded`, dependencies first; returns what is wrong with the rest."""
+    def _load(self, loaded: dict[str, Entry], keys: list[str]) -> dict[str, str]:
+        """Load files into `loaded`, dependencies first. Return the errors of those that cannot be loaded."""
         while keys:
-            faults = {}
+            errors = {}
             for key in keys:
-                entry, problem = self._try(key, self.store.folder / f"{key}{SUFFIX}", found[key][0])
+                entry, problem = self._try(key, self.store.folder / f"{key}{SUFFIX}")
                 if entry is None:
-                    faults[key] = problem
+                    errors[key] = problem
                 else:
                     loaded[key] = entry
-            if len(faults) == len(keys):
-                return faults
-            keys = list(faults)  # they may depend on those that are loaded now
+            if len(errors) == len(keys):
+                return errors
+            keys = list(errors)  # they may depend on tasks that are loaded now
         return {}
 
-    def _try(self, key: str, path: Path, size: int) -> tuple[Entry | None, str]:
-        """A file's task, or what is wrong with it."""
-        self._versions += 1
-        inner, name = f"v{self._versions}", key.removeprefix(f"{CANARY}/")
+    def _try(self, key: str, path: Path) -> tuple[Entry | None, str]:
+        """Return a file's entry, or what is wrong with the file."""
+        self._loads += 1
+        task_id, name = f"v{self._loads}", key.removeprefix(f"{CANARY}/")
         try:
-            entry = self._read(name, path, inner, size, _share(path) if key != name else None)
-        except Exception as problem:  # whatever a file makes the reader do, the others are served
-            if inner in self.net.tasks:
-                self.net.remove_task(inner)
-            text = str(problem).replace(repr(inner), repr(name)).replace(str(path), f"{key}{SUFFIX}")
+            entry = self._read(name, path, task_id, _share(path) if key != name else None)
+        except Exception as problem:  # one bad file must not stop the others from being served
+            if task_id in self.net.tasks:
+                self.net.remove_task(task_id)
+            text = str(problem).replace(repr(task_id), repr(name)).replace(str(path), f"{key}{SUFFIX}")
             return None, text.replace(f"{self.store.folder}{os.sep}", "")
-        weakref.finalize(entry, self._unused.append, inner)
+        weakref.finalize(entry, self._unused.append, task_id)
         return entry, ""
 
-    def _read(self, name: str, path: Path, inner: str, size: int, share: float | None) -> Entry:
-        if check_name(name) == self.net.original:
+    def _read(self, name: str, path: Path, task_id: str, share: float | None) -> Entry:
+        net, size = self.net, self.store.size
+        if check_name(name) == net.original:
             raise TaskError(f"{name!r} is the name of the backbone's own task: rename the file")
-        task = self.net.load_task(path, name=inner)
-        if task.metadata.head == "none":
-            raise TaskError(f"task {name!r} gives features, not classes: it has no answers to serve")
-        found = inspect_archive(pack_task(task, self.net.fingerprint), size)
-        layers = [
+        data = read_whole(path)
+        archive = from_bytes(data, str(path))
+        if archive.metadata.head == "none":
+            raise TaskError(f"task {name!r} has no classifier: only tasks with classes can be served")
+        net._keep(loaded_task(net.anatomy, net.tasks, rename(archive, task_id), net.fingerprint, None, path))
+        found = inspect_archive(archive, len(data))
+        layers = tuple(
             {"name": layer.name, "density": layer.density, "k": [spread.mean for spread in layer.k] or None}
             for layer in found.layers
-        ]
-        about = found.listed(name, self.store.size.weights) | {
-            "version": xxhash.xxh3_64_hexdigest(read_whole(path)),
+        )
+        info = found.listed(name, size.weights) | {
+            "version": xxhash.xxh3_64_hexdigest(data),
             "density": found.density,
-            "copy_bytes": self.store.size.copy_bytes(found.bytes["head"]),
-            "described": task.description is not None,
+            "copy_bytes": size.copy_bytes(found.bytes["head"]),
+            "described": archive.description is not None,
         }
-        return Entry(name, inner, task.classes, preprocessing_of(self.net, inner), about, tuple(layers), share)
+        return Entry(name, task_id, archive.metadata.classes, preprocessing_of(net, task_id), info, layers, share)
 
     def _report(self, errors: dict[str, str]) -> None:
         for name, text in errors.items():
@@ -208,4 +216,4 @@ def _share(path: Path) -> float:
     try:
         return float(json.loads(path.with_suffix(".json").read_text())["share"])
     except (OSError, ValueError, KeyError, TypeError) as cause:
-        raise TaskError(f"the canary's share cannot be read from {path.stem}.json: put the canary again") from cause
+        raise TaskError(f"cannot read the canary's share from {path.stem}.json: put the canary again") from cause

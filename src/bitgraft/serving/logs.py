@@ -1,4 +1,4 @@
-"""The service's log: lines of text, or one JSON object per line, and then one for each request as well."""
+"""The service's log, as text or as one JSON object per line. The JSON log includes every request."""
 
 import json
 import logging
@@ -10,26 +10,26 @@ from typing import Literal
 
 TEXT = "%(asctime)s %(process)d %(levelname)s %(message)s"
 SAFE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-access = logging.getLogger("bitgraft.access")
-access.disabled = True  # until JSON is asked for
+access_log = logging.getLogger("bitgraft.access")
+access_log.disabled = True  # enabled by the JSON format
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
 def set_up_logging(form: Literal["text", "json"]) -> None:
     logging.basicConfig(level=logging.INFO, format=TEXT)
-    access.disabled = form == "text"
+    access_log.disabled = form == "text"
     if form == "json":
         for handler in logging.root.handlers:
-            handler.setFormatter(JsonLines())
+            handler.setFormatter(JsonFormatter())
 
 
-def accept_id(given: str) -> str:
-    """The client's id for a request if it can stand in a header and a log, or a new one."""
-    return given if SAFE_ID.fullmatch(given) else uuid.uuid4().hex
+def valid_or_new_id(id: str) -> str:
+    """Return the client's request id if it is safe in a header and a log, else a new one."""
+    return id if SAFE_ID.fullmatch(id) else uuid.uuid4().hex
 
 
-class JsonLines(logging.Formatter):
-    """What was logged with `extra={"fields": {...}}` becomes keys of its own."""
+class JsonFormatter(logging.Formatter):
+    """Format a record as JSON; `extra={"fields": {...}}` adds keys."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -42,6 +42,6 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        if asked := request_id.get():
-            line["request_id"] = asked
+        if id := request_id.get():
+            line["request_id"] = id
         return json.dumps(line | getattr(record, "fields", {}))

@@ -1,10 +1,10 @@
-"""Tasks that stay busy get a session of onnxruntime, made in a thread of its own; until then they run on PyTorch.
+"""onnxruntime sessions for busy tasks, made in a background thread. Until then a task runs on PyTorch.
 
-Sessions and PyTorch's computed weights share one budget of bytes. When it is used up, a busier task takes the place of
-the least recently used session, unless that one is busier still. Pinned tasks have theirs from the start, and keep it.
+Sessions and PyTorch's computed weights share one memory budget. When it is used up, a busier task replaces the least
+recently used session, unless that one is busier still. Pinned tasks get their sessions at the start and keep them.
 
-A task without a session has its weights computed for each batch. As soon as there is a graph, and the task's scores for
-a first batch agree with PyTorch's, it runs in that graph as well.
+A task without a session has its weights computed for each batch. It runs in the onnxruntime graph that the sessions
+share, once its scores for a first batch have agreed with PyTorch's.
 """
 
 import logging
@@ -29,20 +29,20 @@ from bitgraft.workflows.prediction import graph_session, passing_scores, task_se
 
 log = logging.getLogger("bitgraft.serving")
 BUSY = 16  # images that a task answers on PyTorch before it gets a session
-BUSIER = 1.5  # times as busy must be who takes another's place, or tasks that are equally busy would take turns
+BUSIER = 1.5  # how much busier a task must be to replace another; equally busy tasks would keep swapping
 EXPORT = "bitgraft.serving.export_graph"
-MEMORY = 1024  # images of all tasks after which what was counted weighs half
+HALF_LIFE = 1024  # images of all tasks after which the counts are halved
 
 
 @dataclass
 class _Held:
     session: Session
-    used: int
-    """When it last ran, in images of all tasks."""
+    last_used: int
+    """In images of all tasks."""
 
 
 class Sessions:
-    """The sessions of one worker. All methods may be called from any thread."""
+    """The sessions of one worker. All methods are thread-safe."""
 
     def __init__(
         self,
@@ -52,21 +52,21 @@ class Sessions:
         pinned: Collection[str] = (),
         enabled: bool = True,
         make: Callable[..., Session] = task_session,
-        note: Callable[[str, str], object] = lambda task, event: None,
+        on_event: Callable[[str, str], object] = lambda task, event: None,
     ) -> None:
-        """`note(task, "made")` and `note(task, "dropped")` are called for the metrics."""
+        """`on_event(task, event)` is called with the events "made" and "dropped"."""
         self._library, self._budget, self._pinned, self._enabled, self._make = library, budget, pinned, enabled, make
-        self._note = note
-        self._held: WeakKeyDictionary[Entry, _Held] = WeakKeyDictionary()  # a replaced task's session goes with it
-        self._wanted: WeakSet[Entry] = WeakSet()
+        self._on_event = on_event
+        self._held: WeakKeyDictionary[Entry, _Held] = WeakKeyDictionary()  # a replaced task loses its session
+        self._pending: WeakSet[Entry] = WeakSet()
         self.reasons: WeakKeyDictionary[Entry, str] = WeakKeyDictionary()
-        """Why a task has no session and will not get one."""
-        self._graph: Graph | None = None  # of the session that was made last
-        self._tried: WeakKeyDictionary[Entry, tuple[Graph, bool]] = WeakKeyDictionary()  # and whether it agreed
-        self._heat: Counter[str] = Counter()
-        self._images = self.made = self.dropped = 0
+        """Why a task will not get a session."""
+        self._graph: Graph | None = None  # of the newest session
+        self._checked: WeakKeyDictionary[Entry, tuple[Graph, bool]] = WeakKeyDictionary()  # and whether it agreed
+        self._recent: Counter[str] = Counter()  # images per task
+        self._images = 0
         self._lock = threading.RLock()
-        self._orders: queue.SimpleQueue[Entry] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[Entry] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="bitgraft-sessions", daemon=True)
 
     def start(self) -> None:
@@ -75,60 +75,59 @@ class Sessions:
         self.keep_pinned()
 
     def keep_pinned(self) -> None:
-        """Order what pinned tasks lack; their files may have been replaced."""
-        tasks = self._library.tasks
-        for entry in [tasks[name] for name in self._pinned if name in tasks]:
+        """Request missing sessions of pinned tasks, whose files may have been replaced."""
+        for entry in self._pinned_entries():
             if self._enabled:
-                self._order(entry)
+                self._request(entry)
             elif entry not in self.reasons:
-                self._on_torch(entry, "sessions are off")
+                self._stay_on_torch(entry, "sessions are off")
 
     def get(self, entry: Entry, images: int) -> Session | None:
-        """The task's session, if it has one. If it has none and is busy, one is ordered."""
+        """Return the task's session. If it has none and is busy, request one and return None."""
         if not self._enabled:
             return None
         with self._lock:
             self._images += images
-            self._heat[entry.inner] += images
-            if self._images // MEMORY != (self._images - images) // MEMORY:
-                self._heat = Counter({name: heat // 2 for name, heat in self._heat.items() if heat > 1})
+            self._recent[entry.task_id] += images
+            if self._images // HALF_LIFE != (self._images - images) // HALF_LIFE:
+                self._recent = Counter({task: count // 2 for task, count in self._recent.items() if count > 1})
             held = self._held.get(entry)
             if held is not None:
-                held.used = self._images
+                held.last_used = self._images
                 return held.session
-            wanted = self._heat[entry.inner] >= BUSY and self._fits(entry, self._estimate())
+            wanted = self._recent[entry.task_id] >= BUSY and self._fits(entry, self._estimate())
         if wanted:
-            self._order(entry)
+            self._request(entry)
         return None
 
-    def passing_scores(self, entry: Entry, images: Tensor) -> tuple[Tensor, str]:
-        """The scores of a task without a session, and the engine that gave them."""
-        net, agreed = self._library.net, self._agreed(entry)
-        if agreed is not None and entry.inner not in net.resident:
-            return graph_session(net, entry.inner, agreed)(images), "onnxruntime"
-        scores, graph = passing_scores(net, entry.inner, images), self._graph
-        if agreed is None and graph is not None and self._tried.get(entry, (None,))[0] is not graph:
+    def run_without_session(self, entry: Entry, images: Tensor) -> tuple[Tensor, str]:
+        """Return the scores of a task without a session, and the name of the engine that computed them."""
+        net, agreed = self._library.net, self._agreed_graph(entry)
+        if agreed is not None and entry.task_id not in net.resident:
+            return graph_session(net, entry.task_id, agreed)(images), "onnxruntime"
+        scores, graph = passing_scores(net, entry.task_id, images), self._graph
+        if agreed is None and graph is not None and self._checked.get(entry, (None,))[0] is not graph:
             try:
-                check_agreement(graph_session(net, entry.inner, graph)(images), scores)
-                self._tried[entry] = graph, True
+                check_agreement(graph_session(net, entry.task_id, graph)(images), scores)
+                self._checked[entry] = graph, True
             except ExportError as problem:
-                self._tried[entry] = graph, False
+                self._checked[entry] = graph, False
                 log.info("%s: runs on PyTorch until it has a session: %s", entry, problem)
         return scores, "torch"
 
-    def _agreed(self, entry: Entry) -> Graph | None:
-        """The graph in which the task has been found to agree with PyTorch."""
-        graph, agreed = self._tried.get(entry, (None, False))
+    def _agreed_graph(self, entry: Entry) -> Graph | None:
+        """The shared graph, if the task's scores in it have agreed with PyTorch's."""
+        graph, agreed = self._checked.get(entry, (None, False))
         return graph if agreed else None
 
     def engine(self, entry: Entry) -> str:
-        return "onnxruntime" if entry in self._held else "torch"
+        """The engine that runs the task's next batch."""
+        in_graph = self._agreed_graph(entry) is not None and entry.task_id not in self._library.net.resident
+        return "onnxruntime" if entry in self._held or in_graph else "torch"
 
     def ready(self) -> bool:
-        """Every pinned task that is there has its session, or a reason to have none."""
-        tasks = self._library.tasks
-        pinned = [tasks[name] for name in self._pinned if name in tasks]
-        return all(entry in self._held or entry in self.reasons for entry in pinned)
+        """Whether every pinned task has its session, or a reason not to get one."""
+        return all(entry in self._held or entry in self.reasons for entry in self._pinned_entries())
 
     @property
     def alive(self) -> bool:
@@ -147,78 +146,80 @@ class Sessions:
         held = self._held.get(entry)
         return held.session.nbytes if held else 0
 
-    def _order(self, entry: Entry) -> None:
+    def _pinned_entries(self) -> list[Entry]:
+        tasks = self._library.tasks
+        return [tasks[name] for name in self._pinned if name in tasks]
+
+    def _request(self, entry: Entry) -> None:
         with self._lock:
-            if entry in self._wanted or entry in self._held or entry in self.reasons:
+            if entry in self._pending or entry in self._held or entry in self.reasons:
                 return
-            self._wanted.add(entry)
-        self._orders.put(entry)
+            self._pending.add(entry)
+        self._requests.put(entry)
 
     def _work(self) -> None:
         while True:
-            entry = self._orders.get()
+            entry = self._requests.get()
             try:
                 self._add(entry, self._new(entry))
             except ExportError as problem:
-                self._on_torch(entry, str(problem))
-            except Exception as problem:  # whatever goes wrong with one task, the others go on
-                self._on_torch(entry, f"{type(problem).__name__}: {problem}")
-            self._wanted.discard(entry)
+                self._stay_on_torch(entry, str(problem))
+            except Exception as problem:  # one task's failure must not end this thread
+                self._stay_on_torch(entry, f"{type(problem).__name__}: {problem}")
+            self._pending.discard(entry)
             del entry
 
     def _new(self, entry: Entry) -> Session:
-        if (graph := self._agreed(entry)) is not None:
-            return graph_session(self._library.net, entry.inner, graph)
+        if (graph := self._agreed_graph(entry)) is not None:
+            return graph_session(self._library.net, entry.task_id, graph)
         try:
-            return self._make(self._library.net, entry.inner)
+            return self._make(self._library.net, entry.task_id)
         except MissingGraphError:
             export_graph(self._library.store.folder, entry.name)
-            return self._make(self._library.net, entry.inner)
+            return self._make(self._library.net, entry.task_id)
 
     def _add(self, entry: Entry, session: Session) -> None:
-        """Keep a session, in the place of others if need be. The task's weights in PyTorch are not needed any more."""
+        """Keep a session if it fits, dropping others if needed, and release the task's weights in PyTorch."""
         with self._lock:
             fits = self._fits(entry, session.nbytes, drop=True)
             if fits:
                 self._held[entry], self._graph = _Held(session, self._images), session.graph
-                self.made += 1
-                self._note(entry.name, "made")
+                self._on_event(entry.name, "made")
         del session
         if fits:
-            self._library.net.release(entry.inner)
+            self._library.net.release(entry.task_id)
             log.info("%s: runs on onnxruntime now", entry)
         self._library.net.limit_memory(max(0, self._budget - self.nbytes))
         give_memory_back()
 
     def _fits(self, entry: Entry, size: int, *, drop: bool = False) -> bool:
-        """There is room for one more session, or would be without those that may go for this task."""
+        """Whether the budget has room for the session, counting those that this task may replace."""
         room = self._budget - self.nbytes
-        for other, held in sorted(self._held.items(), key=lambda pair: pair[1].used):
+        for other, held in sorted(self._held.items(), key=lambda pair: pair[1].last_used):
             if size <= room:
                 break
-            if other.name not in self._pinned and BUSIER * self._heat[other.inner] < self._heat[entry.inner]:
+            if other.name not in self._pinned and BUSIER * self._recent[other.task_id] < self._recent[entry.task_id]:
                 room += held.session.nbytes
                 if drop:
                     del self._held[other]
-                    self.dropped += 1
-                    self._note(other.name, "dropped")
+                    self._on_event(other.name, "dropped")
         return size <= room or entry.name in self._pinned
 
     def _estimate(self) -> int:
-        """What the next session will take."""
+        """Estimated bytes of the next session."""
         known = next((held.session.nbytes for held in self._held.values()), None)
         return known or 4 * self._library.store.size.parameters
 
-    def _on_torch(self, entry: Entry, reason: str) -> None:
+    def _stay_on_torch(self, entry: Entry, reason: str) -> None:
         if entry.name in self._pinned:
-            self._library.net.module(entry.inner)  # computed, and kept
+            self._library.net.module(entry.task_id)  # computes its weights and keeps them
         if self._enabled:
             log.warning("%s: stays on PyTorch: %s", entry, reason)
         self.reasons[entry] = reason
 
 
 def export_graph(store: Path, task: str) -> None:
-    """Put a task's graph into the cache, or why it has none: in a process of its own, as `GraphCache` says."""
-    made = subprocess.run([sys.executable, "-m", EXPORT, store, task], capture_output=True, text=True)
-    if made.returncode:
-        raise ExportError((made.stderr.strip().splitlines() or [f"exporting ended with {made.returncode}"])[-1])
+    """Export a task's graph into the cache, in another process as `GraphCache` requires."""
+    done = subprocess.run([sys.executable, "-m", EXPORT, store, task], capture_output=True, text=True)
+    if done.returncode:
+        raise ExportError((done.stderr.strip().splitlines() or [f"exporting failed with {done.returncode}"])[-1])

@@ -9,11 +9,11 @@ from pydantic import BaseModel, ByteSize, Field, ValidationError
 from bitgraft.errors import ServingError
 from bitgraft.runtime.engines import EngineName
 
-TURNS = 4  # at most, unless told
+MAX_TURNS = 4  # by default
 
 
 class Settings(BaseModel, frozen=True):
-    """Limits hold for each worker. Sizes are in bytes, or text: 2GB, 500MB, 1GiB."""
+    """Limits are per worker. Sizes are in bytes, or text such as 2GB, 500MB or 1GiB."""
 
     store: Path
     host: str = "127.0.0.1"
@@ -35,50 +35,49 @@ class Settings(BaseModel, frozen=True):
     pin: tuple[str, ...] = ()
     device: str = "cpu"
     keys: tuple[bytes, ...] = Field(default=(), repr=False)
-    """Hashes of the API keys; empty: no key is needed."""
+    """Hashes of the API keys. Without any, requests need no key."""
     admin_keys: tuple[bytes, ...] = Field(default=(), repr=False)
-    """Hashes of the keys that may change tasks; empty: nobody may."""
+    """Hashes of the keys that may change tasks. Without any, tasks cannot be changed over HTTP."""
     max_task: ByteSize = Field(ByteSize(500 * 10**6), ge=1)
     log_format: Literal["text", "json"] = "text"
     otlp: str = ""
-    """Where traces go: a collector's address; empty: nowhere."""
+    """The address of a trace collector, or "" for no traces."""
 
     def __init__(self, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as problem:
-            fault = problem.errors()[0]
-            sized = fault["type"].startswith("byte_size")
-            expected = "give a size, as in 2GB, 500MB or 1GiB" if sized else fault["msg"].replace("Input", "it", 1)
-            raise ServingError(f"{fault['loc'][0]} {fault['input']}: {expected}") from problem
+            error = problem.errors()[0]
+            is_size = error["type"].startswith("byte_size")
+            expected = "give a size such as 2GB, 500MB or 1GiB" if is_size else error["msg"].replace("Input", "it", 1)
+            raise ServingError(f"{error['loc'][0]} {error['input']}: {expected}") from problem
         if self.exact and self.engine == "onnxruntime":
-            raise ServingError("exact answers are PyTorch's: leave out --engine, or give --engine torch")
+            raise ServingError("exact answers need PyTorch: leave out --engine, or give --engine torch")
 
     @property
     def max_waiting(self) -> int:
-        """Images waiting for all tasks together."""
+        """Images that may wait for all tasks together."""
         return 4 * self.max_queue
 
     @property
     def max_reading(self) -> int:
-        """Bytes of all requests that are being read."""
+        """Bytes that all open requests may take together."""
         return 8 * self.max_upload
 
     @property
-    def sessions(self) -> bool:
-        """Busy tasks go over to onnxruntime."""
+    def use_sessions(self) -> bool:
+        """Whether busy tasks get onnxruntime sessions."""
         return self.engine != "torch" and not self.exact and self.device == "cpu"
 
     @property
-    def threads_each(self) -> int:
-        """Of a worker."""
+    def threads_per_worker(self) -> int:
         return self.threads or max(1, len(os.sched_getaffinity(0)) // self.workers)
 
     @property
-    def turns_each(self) -> int:
-        """Batches that run at once in a worker."""
-        return self.turns or min(self.threads_each, TURNS)
+    def turns_per_worker(self) -> int:
+        """Batches that run at the same time."""
+        return self.turns or min(self.threads_per_worker, MAX_TURNS)
 
     @property
     def threads_per_turn(self) -> int:
-        return max(1, self.threads_each // self.turns_each)
+        return max(1, self.threads_per_worker // self.turns_per_worker)

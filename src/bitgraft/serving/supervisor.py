@@ -1,6 +1,6 @@
-"""One process that loads the store and forks workers, which share the backbone's memory and one listening socket.
+"""One process loads the store and forks workers, which share the backbone's memory and one listening socket.
 
-A worker that dies is replaced at once; meanwhile the others answer what waits in the socket.
+A worker that dies is replaced at once. Meanwhile the others answer the connections that wait in the socket.
 """
 
 import asyncio
@@ -13,7 +13,6 @@ import socket
 import sys
 import time
 import warnings
-from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
@@ -32,18 +31,18 @@ from bitgraft.store import Store
 from bitgraft.workflows.prediction import task_session
 
 log = logging.getLogger("bitgraft.serving")
-CONNECTIONS = 1000
-EVERY_TASK = 1 << 30  # the budget of bytes decides, not a count
-STEADY, PAUSE = 10.0, 1.0  # seconds; a worker that dies earlier than that is replaced after a pause
+MAX_CONNECTIONS = 1000
+EVERY_TASK = 1 << 30  # no limit on the number of tasks in memory: the budget in bytes decides
+EARLY_EXIT, RESTART_DELAY = 10.0, 1.0  # seconds; a worker that dies early is replaced after a delay
 
 
 def serve(settings: Settings) -> int:
-    """Run until SIGTERM or SIGINT; returns the exit code."""
+    """Run until SIGTERM or SIGINT. Return the exit code."""
     set_up_logging(settings.log_format)
-    torch.set_num_threads(1)  # a process that has run several threads cannot be forked
+    torch.set_num_threads(1)  # a process that has used several threads cannot be forked
     library = open_library(settings)
     listener = listen(settings)
-    if settings.sessions:
+    if settings.use_sessions:
         prepare_graphs(settings, library)
     with share_folder():
         _Supervisor(settings, library, listener).run()
@@ -53,41 +52,37 @@ def serve(settings: Settings) -> int:
 def open_library(settings: Settings) -> Library:
     store = Store(settings.store)
     library = Library(store, store.network(active=EVERY_TASK, memory=settings.memory_budget))
-    library.scan()
     if missing := [name for name in settings.pin if name not in library.tasks]:
         raise ServingError(f"there is no task {missing[0]!r} to pin; the store has {', '.join(library.tasks)}")
     return library
 
 
 def prepare_graphs(settings: Settings, library: Library) -> None:
-    """Export the backbone's graph into the cache, unless it is there: in a process of its own, whose memory then goes.
+    """Export the backbone's graphs into the cache, in a child process that takes its memory with it.
 
-    Tasks that need other graphs than these get them later, beside the traffic.
+    Graphs that later tasks need are exported while the service runs.
     """
-    receive, send = multiprocessing.Pipe(duplex=False)
-    shapes = {str((e.about["method"], e.preprocessing.size)): e.inner for e in library.tasks.values()}
+    context = multiprocessing.get_context("fork")
+    reasons = context.SimpleQueue()
+    structures = {(e.info["method"], e.preprocessing.size): e.task_id for e in library.tasks.values()}
 
     def export() -> None:
-        for inner in shapes.values():
+        for task_id in structures.values():
             try:
-                task_session(library.net, inner)
+                task_session(library.net, task_id)
             except ExportError as problem:
-                send.send(str(problem))
-        send.send("")
+                reasons.put(str(problem))
 
-    process = multiprocessing.get_context("fork").Process(target=export)
+    process = context.Process(target=export)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # as for workers
         process.start()
-    send.close()
-    reason = ""
-    with suppress(EOFError):  # it died
-        reason = receive.recv()
     process.join()
-    if reason and settings.engine == "onnxruntime":
-        raise ServingError(f"the tasks cannot run on onnxruntime: {reason}")
-    if reason:
-        log.warning("tasks run on PyTorch: %s", reason)
+    if reasons.empty():
+        return
+    if settings.engine == "onnxruntime":
+        raise ServingError(f"the tasks cannot run on onnxruntime: {reasons.get()}")
+    log.warning("tasks run on PyTorch: %s", reasons.get())
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -97,7 +92,7 @@ def listen(settings: Settings) -> socket.socket:
     except (OSError, OverflowError) as cause:
         raise ServingError(f"cannot listen on {settings.host} port {settings.port}: {cause}") from cause
     listener.setblocking(False)
-    # asyncio does this for sockets that it binds itself. Without it each answer waits 40 ms for an acknowledgement.
+    # asyncio sets this only on sockets that it binds itself. Without it each response waits 40 ms for an ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
@@ -105,52 +100,52 @@ def listen(settings: Settings) -> socket.socket:
 class _Supervisor:
     def __init__(self, settings: Settings, library: Library, listener: socket.socket) -> None:
         self._settings, self._library, self._listener = settings, library, listener
-        self._workers: dict[int, float] = {}  # when each was started
-        self._ending = False
+        self._workers: dict[int, float] = {}  # start time by process id
+        self._is_stopping = False
 
     def run(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._end)
+            signal.signal(number, self._stop)
         gc.collect()
-        gc.freeze()  # a collection in a worker would write to every object, and so copy their memory
+        gc.freeze()  # a collection in a worker would write to every object and so copy the shared memory
         for _ in range(self._settings.workers):
-            self._start()
+            self._start_worker()
         host, port = self._listener.getsockname()[:2]
         where = f"[{host}]" if ":" in host else host
         print(f"serving {len(self._library.tasks)} tasks on http://{where}:{port}/", flush=True)
-        while self._workers:  # one that ends is replaced, until the service ends
+        while self._workers:
             process, status = os.wait()
             started = self._workers.pop(process, 0.0)
             forget_worker(process)
-            if self._ending:
+            if self._is_stopping:
                 continue
-            log.error("worker %d ended with %d: starting another", process, os.waitstatus_to_exitcode(status))
-            if time.monotonic() - started < STEADY:
-                time.sleep(PAUSE)
-            if not self._ending:
-                self._start()
-        gc.unfreeze()  # else nanobind takes what nobody collected at the end for leaks
+            log.error("worker %d exited with %d: starting another", process, os.waitstatus_to_exitcode(status))
+            if time.monotonic() - started < EARLY_EXIT:
+                time.sleep(RESTART_DELAY)
+            if not self._is_stopping:
+                self._start_worker()
+        gc.unfreeze()  # otherwise nanobind reports the frozen objects as leaks at exit
 
-    def _start(self) -> None:
+    def _start_worker(self) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # no Python thread runs here, and none of torch's yet
+            warnings.simplefilter("ignore", DeprecationWarning)  # this process has no threads of Python or torch yet
             process = os.fork()
         if process == 0:
-            _work(self._settings, self._library, self._listener)
+            _run_worker(self._settings, self._library, self._listener)
         self._workers[process] = time.monotonic()
-        if self._ending:
+        if self._is_stopping:
             os.kill(process, signal.SIGTERM)
 
-    def _end(self, number: int, frame: Any) -> None:
-        """Workers finish what they have accepted; nobody accepts anything new."""
-        self._ending = True
+    def _stop(self, number: int, frame: Any) -> None:
+        """Accept no new connections; workers finish the requests that they have."""
+        self._is_stopping = True
         self._listener.close()
         for process in self._workers:
             os.kill(process, signal.SIGTERM)
 
 
-def _work(settings: Settings, library: Library, listener: socket.socket) -> NoReturn:
-    """A worker's life, after the fork; it never returns to what the supervisor was doing."""
+def _run_worker(settings: Settings, library: Library, listener: socket.socket) -> NoReturn:
+    """Serve in the forked process, then exit without returning to the supervisor's code."""
     code = 1
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -170,31 +165,31 @@ def _work(settings: Settings, library: Library, listener: socket.socket) -> NoRe
 async def _serve(settings: Settings, library: Library, listener: socket.socket) -> None:
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:
-            engine.scheduler.hurry()  # what waits need not wait for more
-            super().handle_exit(signal.SIGTERM, frame)  # Ctrl-C comes along with it, and must not cut requests off
+            engine.scheduler.drain()
+            super().handle_exit(signal.SIGTERM, frame)  # Ctrl-C sends SIGINT as well, which would cut requests off
 
     engine = Engine(library, settings)
     engine.start()
     config = uvicorn.Config(
         make_app(engine),
-        http=PatientProtocol,
-        timeout_keep_alive=settings.patience,  # type: ignore[arg-type]  # seconds, of which it says they are whole
+        http=HeaderTimeoutProtocol,
+        timeout_keep_alive=settings.patience,  # type: ignore[arg-type]  # a float works
         ws="none",
         lifespan="off",
         access_log=False,
         log_config=None,
         server_header=False,
-        limit_concurrency=CONNECTIONS,
+        limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=int(settings.grace),
     )
     await Server(config).serve(sockets=[listener])
     engine.tracing.close()
 
 
-class PatientProtocol(H11Protocol):
-    """uvicorn stops the clock of a connection at the first byte; here it runs until a request's headers are complete.
+class HeaderTimeoutProtocol(H11Protocol):
+    """Apply `timeout_keep_alive` to the headers of every request, where uvicorn stops the clock at the first byte.
 
-    A client therefore has `timeout_keep_alive` seconds for them, from the start of the connection or the last response.
+    It runs from the start of the connection, or from the last response, until the headers are complete.
     """
 
     def connection_made(self, transport: Any) -> None:

@@ -6,16 +6,15 @@ import json
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from bitgraft.serving.engine import Inferred
-from bitgraft.serving.refusals import Refusal
+from bitgraft.serving.http_error import HttpError
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 OUTPUTS = ("probabilities", "class")
@@ -26,65 +25,53 @@ class _Input(BaseModel):
     shape: list[int]
     datatype: str
     data: list[Any] | None = None
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: dict[str, Any] = {}
 
 
 class _Output(BaseModel):
     name: str
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: dict[str, Any] = {}
 
 
-class _Request(BaseModel):
+class InferRequest(BaseModel):
     id: str = ""
     inputs: list[_Input]
-    outputs: list[_Output] = Field(default_factory=list)
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    outputs: list[_Output] = []
+    parameters: dict[str, Any] = {}
 
 
-@dataclass(frozen=True)
-class Asked:
-    id: str
-    inputs: Sequence[bytes] | Tensor
-    """Encoded images, or a batch (N, C, H, W)."""
-    outputs: Sequence[_Output]
-    binary: bool
-    """Outputs are raw, unless one says otherwise."""
-
-
-def read_request(body: bytes, header_length: str | None) -> Asked:
+def read_request(body: bytes, header_length: str | None) -> tuple[InferRequest, list[bytes] | Tensor]:
+    """Return the request, and its input: encoded images, or a batch (N, C, H, W)."""
     if header_length is not None and not (header_length.isdecimal() and int(header_length) <= len(body)):
-        raise Refusal(400, f"{HEADER_LENGTH} {header_length}: the body has {len(body)} bytes")
+        raise HttpError(400, f"{HEADER_LENGTH} is {header_length}, but the body has {len(body)} bytes")
     length = len(body) if header_length is None else int(header_length)
     try:
-        said = _Request.model_validate_json(body[:length])
+        request = InferRequest.model_validate_json(body[:length])
     except ValidationError as problem:
         first = problem.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the request"
-        raise Refusal(400, f"{where}: {first['msg']}") from problem
-    if len(said.inputs) != 1:
-        raise Refusal(400, f"send one input, images or tensor: there are {len(said.inputs)}")
-    if unknown := [output.name for output in said.outputs if output.name not in OUTPUTS]:
-        raise Refusal(400, f"there is no output {unknown[0]!r}; there are {' and '.join(OUTPUTS)}")
-    inputs = _read_input(said.inputs[0], body[length:])
-    outputs = said.outputs or [_Output(name=name) for name in OUTPUTS]
-    return Asked(said.id, inputs, outputs, bool(said.parameters.get("binary_data_output")))
+        raise HttpError(400, f"{where}: {first['msg']}") from problem
+    if len(request.inputs) != 1:
+        raise HttpError(400, f"send one input, images or tensor, not {len(request.inputs)}")
+    if unknown := [output.name for output in request.outputs if output.name not in OUTPUTS]:
+        raise HttpError(400, f"there is no output {unknown[0]!r}; known outputs are {' and '.join(OUTPUTS)}")
+    return request, _read_input(request.inputs[0], body[length:])
 
 
 def _read_input(given: _Input, raw: bytes) -> list[bytes] | Tensor:
     size = given.parameters.get("binary_data_size")
     if (size or 0) != len(raw) or (size is None) == (given.data is None):
-        raise Refusal(400, f"input {given.name!r} needs its data, or a binary_data_size that is what follows the JSON")
+        raise HttpError(400, f"input {given.name!r} needs data, or a binary_data_size of the bytes after the JSON")
+    values: list[bytes] | np.ndarray[Any, Any]
     if given.datatype == "BYTES":
-        items = _split(raw) if size is not None else _from_base64(given.data or [])
-        found = len(items)
+        values = _split(raw) if given.data is None else _from_base64(given.data)
     elif given.datatype == "FP32":
-        array = _floats(raw, given.data)
-        found = array.size
+        values = _floats(raw, given.data)
     else:
-        raise Refusal(400, f"input {given.name!r} is {given.datatype}: send images as BYTES, or a tensor as FP32")
-    if min(given.shape, default=0) < 1 or found != math.prod(given.shape):
-        raise Refusal(400, f"input {given.name!r} has shape {given.shape}, and {found} values")
-    return items if given.datatype == "BYTES" else torch.from_numpy(array.reshape(given.shape))
+        raise HttpError(400, f"input {given.name!r} is {given.datatype}: send images as BYTES, or a tensor as FP32")
+    if min(given.shape, default=0) < 1 or len(values) != math.prod(given.shape):
+        raise HttpError(400, f"input {given.name!r} has shape {given.shape}, but {len(values)} values")
+    return values if isinstance(values, list) else torch.from_numpy(values.reshape(given.shape))
 
 
 def _floats(raw: bytes, data: list[Any] | None) -> "np.ndarray[Any, np.dtype[np.float32]]":
@@ -93,15 +80,15 @@ def _floats(raw: bytes, data: list[Any] | None) -> "np.ndarray[Any, np.dtype[np.
             return np.frombuffer(raw, "<f4").copy()
         return np.asarray(data, np.float32).reshape(-1)
     except (ValueError, TypeError) as problem:
-        raise Refusal(400, "the tensor's data are not numbers of 32 bits") from problem
+        raise HttpError(400, "the tensor's data are not 32-bit numbers") from problem
 
 
 def _split(raw: bytes) -> list[bytes]:
-    """Elements with their length in four bytes before each."""
+    """Split elements that each follow their length in four bytes."""
     items, at = [], 0
     while at < len(raw):
         if at + 4 > len(raw) or at + 4 + (length := struct.unpack_from("<I", raw, at)[0]) > len(raw):
-            raise Refusal(400, "the images end in the middle: each needs its length in four bytes before it")
+            raise HttpError(400, "the images are cut off: each needs its length in four bytes before it")
         items.append(raw[at + 4 : at + 4 + length])
         at += 4 + length
     return items
@@ -112,44 +99,45 @@ def _from_base64(data: list[Any]) -> list[bytes]:
     try:
         return [base64.b64decode(item, validate=True) for item in flat]
     except (binascii.Error, ValueError, TypeError) as problem:
-        raise Refusal(400, "in JSON an image is a string in base64") from problem
+        raise HttpError(400, "images in JSON must be base64 strings") from problem
 
 
-def write_response(task: str, asked: Asked, inferred: Inferred) -> tuple[bytes, dict[str, str]]:
-    """The body, and its headers."""
+def write_response(task: str, request: InferRequest, inferred: Inferred) -> tuple[bytes, dict[str, str]]:
+    """Return the body and its headers."""
     outputs, raw = [], []
-    for wanted in asked.outputs:
-        values = _values(wanted, inferred)
-        text = values.dtype == object
-        about = {"name": wanted.name, "datatype": "BYTES" if text else "FP32", "shape": list(values.shape)}
-        if wanted.parameters.get("binary_data", asked.binary):
-            raw.append(_join(values) if text else values.astype("<f4").tobytes())
-            outputs.append({**about, "parameters": {"binary_data_size": len(raw[-1])}})
+    binary = bool(request.parameters.get("binary_data_output"))
+    for output in request.outputs or [_Output(name=name) for name in OUTPUTS]:
+        values = _values(output, inferred)
+        is_text = values.dtype == object
+        header = {"name": output.name, "datatype": "BYTES" if is_text else "FP32", "shape": list(values.shape)}
+        if output.parameters.get("binary_data", binary):
+            raw.append(_join(values) if is_text else values.astype("<f4").tobytes())
+            outputs.append({**header, "parameters": {"binary_data_size": len(raw[-1])}})
         else:
-            outputs.append({**about, "data": values.reshape(-1).tolist()})
-    said = {"model_name": task, "model_version": inferred.version, "id": asked.id, "outputs": outputs}
-    head = json.dumps(said).encode()
+            outputs.append({**header, "data": values.reshape(-1).tolist()})
+    response = {"model_name": task, "model_version": inferred.version, "id": request.id, "outputs": outputs}
+    head = json.dumps(response).encode()
     return b"".join([head, *raw]), {HEADER_LENGTH: str(len(head))} if raw else {}
 
 
-def _values(wanted: _Output, inferred: Inferred) -> "np.ndarray[Any, Any]":
-    """An output; Triton's `classification` makes it the likeliest classes, as "probability:index:name"."""
+def _values(output: _Output, inferred: Inferred) -> "np.ndarray[Any, Any]":
+    """Return an output's array. Triton's `classification` asks for the top classes, as "probability:index:name"."""
     scores, names = inferred.probabilities, inferred.classes
-    top = wanted.parameters.get("classification", 0)
+    top = output.parameters.get("classification", 0)
     if not isinstance(top, int) or top < 0:
-        raise Refusal(400, f"classification {top!r}: give a number of classes")
-    if wanted.name == "probabilities" and not top:
+        raise HttpError(400, f"classification is {top!r}: give a number of classes")
+    if output.name == "probabilities" and not top:
         return scores.numpy()
-    values, places = scores.topk(min(top or 1, scores.shape[1]))
-    rows = zip(values.tolist(), places.tolist(), strict=True)
-    if wanted.name == "probabilities":
-        said = [[f"{v}:{i}:{_name(names, i)}" for v, i in zip(*row, strict=True)] for row in rows]
-        return np.array(said, object)
-    return np.array([_name(names, places[0]) for _, places in rows], object)
+    values, indices = scores.topk(min(top or 1, scores.shape[1]))
+    rows = zip(values.tolist(), indices.tolist(), strict=True)
+    if output.name == "probabilities":
+        ranked = [[f"{v}:{i}:{_name(names, i)}" for v, i in zip(*row, strict=True)] for row in rows]
+        return np.array(ranked, object)
+    return np.array([_name(names, indices[0]) for _, indices in rows], object)
 
 
-def _name(names: Sequence[str] | None, place: int) -> str:
-    return names[place] if names else str(place)
+def _name(names: Sequence[str] | None, index: int) -> str:
+    return names[index] if names else str(index)
 
 
 def _join(values: "np.ndarray[Any, Any]") -> bytes:

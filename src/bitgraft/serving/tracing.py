@@ -1,6 +1,6 @@
-"""Traces by OpenTelemetry: a span per request, and within it decoding, the queue and the network.
+"""OpenTelemetry traces: one span per request, with child spans for decoding, the queue and the network.
 
-Without an address to send them to, nothing of OpenTelemetry is imported.
+Without a collector, OpenTelemetry is not imported.
 """
 
 import time
@@ -14,15 +14,8 @@ if TYPE_CHECKING:
 NAME = "bitgraft"
 
 
-def otlp_exporter(endpoint: str) -> "SpanExporter":
-    """Sends spans to a collector, by OTLP over HTTP."""
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-    return OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")  # type: ignore[no-any-return,unused-ignore]
-
-
 class Tracing:
-    """The spans of one worker; with no exporter it does nothing."""
+    """The spans of one worker. Without an exporter its methods do nothing."""
 
     def __init__(self, exporter: "SpanExporter | None" = None) -> None:
         self._provider: Any = None
@@ -35,9 +28,18 @@ class Tracing:
             self._provider.add_span_processor(BatchSpanProcessor(exporter))
             self._tracer = self._provider.get_tracer(NAME)
 
+    @classmethod
+    def to_collector(cls, address: str) -> "Tracing":
+        """Send spans to a collector, by OTLP over HTTP; to none if the address is empty."""
+        if not address:
+            return cls()
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        return cls(OTLPSpanExporter(endpoint=f"{address.rstrip('/')}/v1/traces"))
+
     @contextmanager
     def request(self, method: str, headers: dict[str, str]) -> Iterator[dict[str, Any]]:
-        """The span of a request, part of the client's trace if it sent one; what the block puts in are attributes."""
+        """Open a request's span, within the client's trace if there is one. Yield the dict of its attributes."""
         attributes: dict[str, Any] = {"http.request.method": method}
         if self._provider is None:
             yield attributes
@@ -55,14 +57,14 @@ class Tracing:
                 if attributes.get("http.response.status_code", 500) >= 500:
                     span.set_status(StatusCode.ERROR)
 
-    def step(self, name: str, began: float, ended: float, **attributes: Any) -> None:
-        """A finished part of the current request; times are of `time.perf_counter`."""
+    def step(self, name: str, start: float, end: float, **attributes: Any) -> None:
+        """Record a finished step of the current request. Times are those of `time.perf_counter`."""
         if self._provider is not None:
-            zero = time.time() - time.perf_counter()
-            span = self._tracer.start_span(name, start_time=int(1e9 * (zero + began)), attributes=attributes)
-            span.end(int(1e9 * (zero + ended)))
+            offset = time.time() - time.perf_counter()
+            span = self._tracer.start_span(name, start_time=int(1e9 * (offset + start)), attributes=attributes)
+            span.end(int(1e9 * (offset + end)))
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         if self._provider is not None:
             self._provider.shutdown()
