@@ -69,9 +69,13 @@ def test_help_ends_with_lines_to_paste(command: str, bitgraft) -> None:
     assert out.rstrip().splitlines()[-1].startswith(f"    bitgraft {command}")
 
 
-def test_version_and_no_command(bitgraft) -> None:
+def test_version(bitgraft) -> None:
     assert bitgraft("--version") == (0, f"bitgraft {__version__}\n", "")
-    code, out, err = bitgraft()
+
+
+@pytest.mark.parametrize("group", [(), ("data",)])
+def test_without_a_command_the_help_is_printed(group, bitgraft) -> None:
+    code, out, err = bitgraft(*group)
     assert (code, err) == (0, "")
     assert "Commands:" in out
 

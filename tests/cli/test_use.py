@@ -180,6 +180,7 @@ def test_predict_answers_the_rest_when_one_cannot_be_read(run, tmp_path):
         (("eval", "photos"), 2, "--task"),
         (("tasks", "--store", "nowhere"), 1, "there is no store at nowhere"),
         (("export", "--task", "shapes"), 1, "has no task 'shapes'"),
+        (("export", "--task", "original"), 1, "has no task 'original'"),
         (("export", "--task", "hues", "--output", "own_net.py"), 1, "is there already"),
     ],
 )

@@ -40,6 +40,8 @@ def export(
     from bitgraft.store import Store
 
     names = chosen_tasks(store, task, all_tasks)
+    for name in names:
+        Store(store).file(name)  # refuses `original`, which is no task of the store
     bundled = all_tasks or len(names) > 1
     if bundled and form != "onnx":
         raise typer.BadParameter("several tasks go into one file only with --format onnx")

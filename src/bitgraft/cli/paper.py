@@ -14,7 +14,7 @@ from bitgraft.cli.output import FAILURE, console, show, table
 
 BASELINE = "The baseline of S [the suite's row, or the challenge's]."
 SUBMISSION = "Write the test answers of one row, in the challenge's format."
-data_app = typer.Typer(help="The data sets of a suite.", rich_markup_mode=None, no_args_is_help=True)
+data_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(data_app, name="data")
 
 
@@ -201,9 +201,11 @@ def score(
     show(as_json, data, table(["domain", "images>", "right>", "accuracy>", "baseline>", "S>"], rows), told)
 
 
-@data_app.callback()
-def data() -> None:
-    """The data sets of a suite."""
+@data_app.callback(invoke_without_command=True)
+def data(context: typer.Context) -> None:
+    """Check the data sets of a suite."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 CHECKS = """
