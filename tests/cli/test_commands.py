@@ -8,10 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+import images
 import pytest
 
 from bitgraft import Network, __version__, method_names, wide_resnet
-from bitgraft.cli import main as cli
 from bitgraft.cli.backbone import grouped
 from bitgraft.store import Backbone, Store
 
@@ -19,17 +19,9 @@ BITGRAFT = [sys.executable, "-c", "from bitgraft.cli.main import main; main()"]
 COMMANDS = ["anatomy", "inspect", "params", "methods"]
 
 
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *args: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["bitgraft", *args])
-    with pytest.raises(SystemExit) as left:
-        cli.main()
-    captured = capsys.readouterr()
-    return int(left.value.code or 0), captured.out, captured.err
-
-
 @pytest.fixture
 def bitgraft(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    return lambda *args: run(capsys, monkeypatch, *args)
+    return lambda *args: images.bitgraft(capsys, monkeypatch, *args)
 
 
 @pytest.fixture
@@ -154,9 +146,12 @@ def test_params_of_the_paper(bitgraft) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
-        (["anatomy"], 2, "Missing argument"),
-        (["anatomy", "wrn-10-1", "--nope"], 2, "No such option"),
-        (["nope"], 2, "No such command"),
+        (["anatomy"], 2, "missing argument NAME; see `bitgraft anatomy --help`"),
+        (["anatomy", "wrn-10-1", "--nope"], 2, "there is no option --nope"),
+        (["anatomy", "wrn-10-1", "--heda", "fc"], 2, "did you mean --head, --help? see `bitgraft anatomy --help`"),
+        (["anatomy", "wrn-10-1", "more"], 2, "unexpected argument: more"),
+        (["nope"], 2, "there is no command nope; see `bitgraft --help`"),
+        (["anatmy"], 2, "did you mean anatomy? see"),
         (["anatomy", "resnet5O"], 2, "did you mean"),
         (["params", "wrn-27-4"], 2, "depth"),
         (["anatomy", "wrn-10-1", "--example", "1,x"], 2, "1,3,64,64"),

@@ -172,16 +172,16 @@ def test_predict_answers_the_rest_when_one_cannot_be_read(run, tmp_path):
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
-        (("predict", SHOT, "--task", "hues", "--all-tasks"), 2, "exclude each other"),
+        (("predict", SHOT, "--task", "hues", "--all-tasks"), 2, "give either --task or --all-tasks"),
         (("predict", SHOT, "--task", "shapes"), 1, "has no task 'shapes'; it has colours, hues"),
-        (("predict", SHOT, "--task", "hues", "--top", "0"), 2, "top"),
+        (("predict", SHOT, "--task", "hues", "--top", "0"), 2, "--top must be at least 1; see"),
         (("predict", SHOT, "--task", "hues", "--store", "nowhere"), 1, "there is no store at nowhere"),
         (("eval", "photos", "--task", "shapes"), 1, "has no task 'shapes'"),
         (("eval", "photos"), 2, "--task"),
         (("tasks", "--store", "nowhere"), 1, "there is no store at nowhere"),
         (("export", "--task", "shapes"), 1, "has no task 'shapes'"),
         (("export", "--task", "original"), 1, "has no task 'original'"),
-        (("export", "--task", "hues", "--output", "own_net.py"), 1, "is there already"),
+        (("export", "--task", "hues", "--output", "own_net.py"), 1, "already exists"),
     ],
 )
 def test_a_wrong_command_is_one_sentence(run, args, code, said):

@@ -279,7 +279,7 @@ def test_the_command_writes_each_form(store, tmp_path, monkeypatch, capsys):
     ("args", "code", "said"),
     [
         ((), 2, "give --task NAME or --all-tasks"),
-        (("--task", "a", "--all-tasks"), 2, "exclude each other"),
+        (("--task", "a", "--all-tasks"), 2, "give either --task or --all-tasks"),
         (("--all-tasks",), 2, "only with --format onnx"),
         (("--task", "a", "--format", "tflite"), 2, "tflite"),
         (("--task", "a", "--format", "onnx"), 1, "pip install '.[onnx]'"),
