@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from bitgraft.cli import options as opt
 from bitgraft.cli.app import command, count, flag
-from bitgraft.cli.identify import UNKNOWN, identified, image_files
+from bitgraft.cli.images import UNKNOWN, identified, image_files
 from bitgraft.cli.output import percent, show, show_images, table
 
 if TYPE_CHECKING:
