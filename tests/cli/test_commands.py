@@ -1,4 +1,4 @@
-"""The command line as a user meets it: what is printed, where, and with which exit code."""
+"""The command line: output, streams and exit codes."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_help_loads_nothing_heavy_and_is_quick() -> None:
     assert time.perf_counter() - start < 5  # about 0.2 s on an idle machine
 
 
-def test_listing_takes_no_torch(task_file: str) -> None:
+def test_listing_does_not_load_torch(task_file: str) -> None:
     folder = Path(task_file).parent
     Store.create(folder, Backbone("wrn-10-1"), Network(wide_resnet(10, 1)))
     lists = [["tasks", "--store", str(folder)], ["methods"], ["bench", "--list"], ["inspect", task_file]]
@@ -195,7 +195,7 @@ def test_an_interrupt_is_no_traceback(tmp_path: Path) -> None:
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background is deaf to it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore SIGINT
     ) as running:
         assert running.stdout is not None
         assert running.stdout.readline() == b"here\n"
@@ -205,7 +205,7 @@ def test_an_interrupt_is_no_traceback(tmp_path: Path) -> None:
     assert b"Traceback" not in err
 
 
-def test_colour_is_for_terminals_alone(monkeypatch: pytest.MonkeyPatch, bitgraft) -> None:
+def test_only_terminals_get_colour(monkeypatch: pytest.MonkeyPatch, bitgraft) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "40")
     out = bitgraft("methods")[1]

@@ -1,4 +1,4 @@
-"""`bitgraft train` as a user meets it: what it writes, what it refuses, and how it is interrupted."""
+"""`bitgraft train`: its output and files, its errors, interrupts and resuming."""
 
 import errno
 import json
@@ -119,17 +119,12 @@ def test_a_file_of_settings_is_read_as_it_was_printed(run, tmp_path, form):
     assert run("train", "--show-config", "--config", "mine", *form) == (0, printed, "")
     code, out, _ = run("train", "--show-config", "--config", "mine", "--epochs", "2", "--method", "full", "--json")
     shown = json.loads(out)
-    assert (code, shown["epochs"], shown["steps"], shown["method"], shown["preset"]) == (
-        0,
-        2,
-        None,
-        "full",
-        "decathlon",
-    )
+    assert (code, shown["epochs"], shown["steps"]) == (0, 2, None)
+    assert (shown["method"], shown["preset"]) == ("full", "decathlon")
     assert shown["rates"]["k"] == 3e-3
 
 
-def test_a_file_may_have_some_settings_alone(run, tmp_path):
+def test_a_file_may_set_only_some_settings(run, tmp_path):
     (tmp_path / "mine.toml").write_text("label_smoothing = 0.2\n[options]\nper = 'layer'\n")
     shown = json.loads(run("train", "--show-config", "--config", "mine.toml", "--json")[1])
     assert (shown["label_smoothing"], shown["options"], shown["steps"]) == (0.2, {"per": "layer"}, "auto")
@@ -138,7 +133,7 @@ def test_a_file_may_have_some_settings_alone(run, tmp_path):
     assert (code, "there is no setting 'epoch'; did you mean 'epochs'?" in err) == (2, True)
 
 
-def test_one_class_is_refused_and_few_images_are_warned_of(run, tmp_path):
+def test_one_class_is_refused_and_few_images_cause_a_warning(run, tmp_path):
     photos(tmp_path / "one", classes=("red",))
     code, _, err = run("train", "one", *RUN)
     assert (code, err.count("\n")) == (1, 1)
@@ -219,7 +214,7 @@ def test_empty_class_and_no_data(run, tmp_path):
 
 
 def devkit(folder, val_category):
-    """The colours as a domain of the decathlon, one image of val with a category of its own."""
+    """Write the colours as a decathlon domain, with one val image of the given category."""
     (folder / "kit/annotations").mkdir(parents=True)
     for part in ("train", "val"):
         files = sorted((folder / "photos" / part).rglob("*.png"))
@@ -254,8 +249,8 @@ def test_labels_outside_the_head_are_one_sentence(run, tmp_path):
 
 
 @pytest.mark.parametrize("preset", ["quick", "decathlon"])
-def test_labels_that_come_in_spite_of_that_are_named_by_the_loop(run, tmp_path, monkeypatch, preset):
-    """A data set of one's own may check nothing: with a head start or without one, the loop still does."""
+def test_the_loop_reports_labels_outside_the_head(run, tmp_path, monkeypatch, preset):
+    """The loop checks labels of any data set, with and without head initialisation."""
     from bitgraft.data.dataset import ImageDataset
 
     real = ImageDataset.__getitems__
@@ -267,8 +262,8 @@ def test_labels_that_come_in_spite_of_that_are_named_by_the_loop(run, tmp_path, 
     assert stored(tmp_path) == ["store.json"]
 
 
-def test_a_loss_that_is_not_a_number_keeps_the_last_good_state(run, tmp_path, monkeypatch):
-    """It comes in the second epoch; the state at the end of the first is kept, and goes on as it would have done."""
+def test_a_nan_loss_keeps_the_last_good_state(run, tmp_path, monkeypatch):
+    """The loss becomes NaN in the second epoch; the checkpoint of the first resumes to the same result."""
     expected, _ = uninterrupted(run, tmp_path, *RUN)
     real, steps = _Run._step, []
 
@@ -361,7 +356,7 @@ def test_an_interrupted_joint_command_resumes_to_the_same_bytes(run, tmp_path):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("train", "photos", "photos", "--task", "a", "--backbone", NET), "there are 2 data sets and 1 task names"),
+        (("train", "photos", "photos", "--task", "a", "--backbone", NET), "one --task per data set (data sets: 2, tasks: 1)"),
         (("train", "photos", "photos", "--task", "a", "--task", "b", "--backbone", NET), "only a joint method"),
         ((*JOINT[:9], "--store", "none"), "create it with --backbone"),
     ],
@@ -397,13 +392,12 @@ def test_an_unreadable_image_is_named_or_skipped(run, tmp_path, workers):
 
 
 def allowed(tmp_path, run, most):
-    """How many writes succeed before one does not: one more in each run, fewer when only an epoch and the task file are
-    left to write, so that each file has its turn."""
+    """Return how many writes succeed: one more in each run, fewer once there is a checkpoint."""
     return run % most if (tmp_path / "bitgraft-store/runs/colours/state.pt").exists() else run
 
 
 def after(count, action, call, monkeypatch=None):
-    """Let a function of `os` do something else after so many calls."""
+    """Replace a function of `os` by `action` after `count` calls."""
     real, left = getattr(os, call), [count]
 
     def replaced(*args, **kwargs):
@@ -418,7 +412,7 @@ def disk_full():
 
 
 def test_a_full_disk_names_the_file_and_leaves_nothing_half_written(run, tmp_path, monkeypatch):
-    """Wherever the disk is full: at each of the files that a run writes, one after the other."""
+    """The disk is full at each of the files that a run writes, one after the other."""
     named = []
     for turn in range(30):
         with monkeypatch.context() as patch:
@@ -452,7 +446,7 @@ def die():
 
 @pytest.mark.parametrize(("call", "most"), [("fsync", 5), ("replace", 3)])
 def test_a_killed_command_resumes_to_the_same_bytes(run, tmp_path, call, most):
-    """Killed again and again while it writes: before a file is on disk, and before it has its name."""
+    """Killed repeatedly while it writes: before a file is on disk, and before it is renamed."""
     expected, metrics = uninterrupted(run, tmp_path, *RUN)
     codes = []
     for turn in range(30):
@@ -482,7 +476,7 @@ def signal_in_step_4(signum):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_keeps_the_state_and_says_how_to_go_on(run, tmp_path, signum):
+def test_an_interrupt_saves_the_state_and_prints_how_to_resume(run, tmp_path, signum):
     expected, _ = uninterrupted(run, tmp_path, *RUN)
     code, err = ended(fork("train", "photos", *RUN, prepare=lambda: signal_in_step_4(signum)))
     assert code == 130

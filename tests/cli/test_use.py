@@ -1,4 +1,4 @@
-"""`bitgraft eval`, `predict`, `tasks`, `export` and `demo` as a user meets them."""
+"""`bitgraft eval`, `predict`, `tasks`, `export` and `demo` on a store of two tasks."""
 
 import json
 import sys
@@ -57,7 +57,7 @@ def test_eval_agrees_with_what_training_measured(run):
 
 
 def test_eval_matches_classes_by_name(run, trained, tmp_path):
-    """Of some of the task's classes, in whatever place they have in the data."""
+    """The data has only some of the task's classes, under other indices."""
     photos(tmp_path / "fewer", classes=("green", "red"))
     report = json.loads(run("eval", str(tmp_path / "fewer"), "--task", "colours", "--by-class", "--json")[1])
     assert [row["class"] for row in report["by_class"]] == ["green", "red"]
@@ -249,7 +249,7 @@ def test_export_says_what_to_type_for_timm(run, tmp_path):
     assert "adds layers of its own" in out
 
 
-def test_demo_goes_to_the_demo(run, monkeypatch):
+def test_demo_runs_the_demo(run, monkeypatch):
     import bitgraft.paper.demo
 
     asked = []

@@ -159,9 +159,7 @@ def _check(store: str, method: str, data: list[str], task: list[str], earlier: l
         return ", ".join(name for name in registry.method_names() if getattr(registry.get(name), feature))
 
     if len(data) != len(task):
-        raise typer.BadParameter(
-            f"there are {len(data)} data sets and {len(task)} task names: give one --task for each"
-        )
+        raise typer.BadParameter(f"give one --task per data set (data sets: {len(data)}, tasks: {len(task)})")
     if len(data) > 1 and not registry.get(method).joint:
         raise typer.BadParameter(
             f"only a joint method ({methods_with('joint')}) trains several data sets together: with {method}, run one "
