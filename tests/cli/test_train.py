@@ -356,7 +356,7 @@ def test_an_interrupted_joint_command_resumes_to_the_same_bytes(run, tmp_path):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("train", "photos", "photos", "--task", "a", "--backbone", NET), "one --task per data set (data sets: 2, tasks: 1)"),
+        (("train", "photos", "photos", "--task", "a", "--backbone", NET), "(data sets: 2, tasks: 1)"),
         (("train", "photos", "photos", "--task", "a", "--task", "b", "--backbone", NET), "only a joint method"),
         ((*JOINT[:9], "--store", "none"), "create it with --backbone"),
     ],

@@ -422,8 +422,8 @@ def test_data_of_other_classes_calibrates_but_does_not_measure(command, tmp_path
     ("args", "code", "said"),
     [
         ("bare.safetensors --task t --store nowhere", 2, "name the fine-tuned network with --backbone"),
-        ("bare.safetensors --task t --steps 9", 2, "add --calibrate DATA"),
-        ("bare.safetensors --task t --bits 9", 2, "less than or equal to 4"),
+        ("bare.safetensors --task t --steps 9", 2, "need --calibrate DATA"),
+        ("bare.safetensors --task t --bits 9", 2, "--bits must be at most 4"),
         ("bare.safetensors --task t --calibrate photos --eval photos", 2, "leave out --eval"),
         ("bare.safetensors --task t --option perr=channel", 2, "did you mean 'per'"),
         ("bare.safetensors --task ../t --store source", 1, "cannot be a task's name"),

@@ -280,7 +280,7 @@ def test_the_command_writes_each_form(store, tmp_path, monkeypatch, capsys):
     [
         ((), 2, "give --task NAME or --all-tasks"),
         (("--task", "a", "--all-tasks"), 2, "give either --task or --all-tasks"),
-        (("--all-tasks",), 2, "only with --format onnx"),
+        (("--all-tasks",), 2, "only --format onnx can hold several tasks"),
         (("--task", "a", "--format", "tflite"), 2, "tflite"),
         (("--task", "a", "--format", "onnx"), 1, "pip install '.[onnx]'"),
     ],
