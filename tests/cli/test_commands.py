@@ -1,4 +1,4 @@
-"""The command line as a user meets it: what is printed, where, and with which exit code."""
+"""The command line: output, streams and exit codes."""
 
 import json
 import os
@@ -8,10 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+import images
 import pytest
 
 from bitgraft import Network, __version__, method_names, wide_resnet
-from bitgraft.cli import main as cli
 from bitgraft.cli.backbone import grouped
 from bitgraft.store import Backbone, Store
 
@@ -19,17 +19,9 @@ BITGRAFT = [sys.executable, "-c", "from bitgraft.cli.main import main; main()"]
 COMMANDS = ["anatomy", "inspect", "params", "methods"]
 
 
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *args: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["bitgraft", *args])
-    with pytest.raises(SystemExit) as left:
-        cli.main()
-    captured = capsys.readouterr()
-    return int(left.value.code or 0), captured.out, captured.err
-
-
 @pytest.fixture
 def bitgraft(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    return lambda *args: run(capsys, monkeypatch, *args)
+    return lambda *args: images.bitgraft(capsys, monkeypatch, *args)
 
 
 @pytest.fixture
@@ -50,7 +42,7 @@ def test_help_loads_nothing_heavy_and_is_quick() -> None:
     assert time.perf_counter() - start < 5  # about 0.2 s on an idle machine
 
 
-def test_listing_takes_no_torch(task_file: str) -> None:
+def test_listing_does_not_load_torch(task_file: str) -> None:
     folder = Path(task_file).parent
     Store.create(folder, Backbone("wrn-10-1"), Network(wide_resnet(10, 1)))
     lists = [["tasks", "--store", str(folder)], ["methods"], ["bench", "--list"], ["inspect", task_file]]
@@ -69,9 +61,13 @@ def test_help_ends_with_lines_to_paste(command: str, bitgraft) -> None:
     assert out.rstrip().splitlines()[-1].startswith(f"    bitgraft {command}")
 
 
-def test_version_and_no_command(bitgraft) -> None:
+def test_version(bitgraft) -> None:
     assert bitgraft("--version") == (0, f"bitgraft {__version__}\n", "")
-    code, out, err = bitgraft()
+
+
+@pytest.mark.parametrize("group", [(), ("data",)])
+def test_without_a_command_the_help_is_printed(group, bitgraft) -> None:
+    code, out, err = bitgraft(*group)
     assert (code, err) == (0, "")
     assert "Commands:" in out
 
@@ -150,9 +146,12 @@ def test_params_of_the_paper(bitgraft) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
-        (["anatomy"], 2, "Missing argument"),
-        (["anatomy", "wrn-10-1", "--nope"], 2, "No such option"),
-        (["nope"], 2, "No such command"),
+        (["anatomy"], 2, "missing argument NAME; see `bitgraft anatomy --help`"),
+        (["anatomy", "wrn-10-1", "--nope"], 2, "there is no option --nope"),
+        (["anatomy", "wrn-10-1", "--heda", "fc"], 2, "did you mean --head, --help? see `bitgraft anatomy --help`"),
+        (["anatomy", "wrn-10-1", "more"], 2, "unexpected argument: more"),
+        (["nope"], 2, "there is no command nope; see `bitgraft --help`"),
+        (["anatmy"], 2, "did you mean anatomy? see"),
         (["anatomy", "resnet5O"], 2, "did you mean"),
         (["params", "wrn-27-4"], 2, "depth"),
         (["anatomy", "wrn-10-1", "--example", "1,x"], 2, "1,3,64,64"),
@@ -196,7 +195,7 @@ def test_an_interrupt_is_no_traceback(tmp_path: Path) -> None:
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background is deaf to it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs ignore SIGINT
     ) as running:
         assert running.stdout is not None
         assert running.stdout.readline() == b"here\n"
@@ -206,7 +205,7 @@ def test_an_interrupt_is_no_traceback(tmp_path: Path) -> None:
     assert b"Traceback" not in err
 
 
-def test_colour_is_for_terminals_alone(monkeypatch: pytest.MonkeyPatch, bitgraft) -> None:
+def test_only_terminals_get_colour(monkeypatch: pytest.MonkeyPatch, bitgraft) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "40")
     out = bitgraft("methods")[1]

@@ -1,4 +1,4 @@
-"""`bitgraft train` as a user meets it: what it writes, what it refuses, and how it is interrupted."""
+"""`bitgraft train`: its output and files, its errors, interrupts and resuming."""
 
 import errno
 import json
@@ -10,7 +10,7 @@ import sys
 import tomllib
 
 import pytest
-from images import NET, SOURCE, bitgraft, ended, fork, photos
+from images import NET, bitgraft, ended, fork, furnish, photos
 
 from bitgraft import read_archive
 from bitgraft.training import runs
@@ -23,11 +23,8 @@ RUN = ("--task", "colours", *SET)
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """A folder with images and a network, and the command line in it."""
-    photos(tmp_path / "photos")
-    (tmp_path / "own_net.py").write_text(SOURCE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "own_net", raising=False)
+    """The command line in a folder with images and a network."""
+    furnish(tmp_path, monkeypatch)
     return lambda *args: bitgraft(capsys, monkeypatch, *args)
 
 
@@ -96,7 +93,7 @@ def test_a_run_that_loses_to_the_linear_probe_says_so(run):
     assert report["metrics"]["best"]["val_accuracy"] > report["metrics"]["last"]["val_accuracy"]
     out = run("train", "photos", *RUN, *spoilt, "--overwrite")[1]
     assert "kept the linear probe that training started from (" in out
-    assert "train for longer (--steps)" in out
+    assert "train longer (--steps)" in out
 
 
 def test_show_config(run, tmp_path):
@@ -122,17 +119,12 @@ def test_a_file_of_settings_is_read_as_it_was_printed(run, tmp_path, form):
     assert run("train", "--show-config", "--config", "mine", *form) == (0, printed, "")
     code, out, _ = run("train", "--show-config", "--config", "mine", "--epochs", "2", "--method", "full", "--json")
     shown = json.loads(out)
-    assert (code, shown["epochs"], shown["steps"], shown["method"], shown["preset"]) == (
-        0,
-        2,
-        None,
-        "full",
-        "decathlon",
-    )
+    assert (code, shown["epochs"], shown["steps"]) == (0, 2, None)
+    assert (shown["method"], shown["preset"]) == ("full", "decathlon")
     assert shown["rates"]["k"] == 3e-3
 
 
-def test_a_file_may_have_some_settings_alone(run, tmp_path):
+def test_a_file_may_set_only_some_settings(run, tmp_path):
     (tmp_path / "mine.toml").write_text("label_smoothing = 0.2\n[options]\nper = 'layer'\n")
     shown = json.loads(run("train", "--show-config", "--config", "mine.toml", "--json")[1])
     assert (shown["label_smoothing"], shown["options"], shown["steps"]) == (0.2, {"per": "layer"}, "auto")
@@ -141,11 +133,11 @@ def test_a_file_may_have_some_settings_alone(run, tmp_path):
     assert (code, "there is no setting 'epoch'; did you mean 'epochs'?" in err) == (2, True)
 
 
-def test_one_class_is_refused_and_few_images_are_warned_of(run, tmp_path):
+def test_one_class_is_refused_and_few_images_cause_a_warning(run, tmp_path):
     photos(tmp_path / "one", classes=("red",))
     code, _, err = run("train", "one", *RUN)
     assert (code, err.count("\n")) == (1, 1)
-    assert "all images of one are of one class, 'red', so there is nothing to tell apart" in err
+    assert "one has only one class, 'red': training needs at least two" in err
     assert not (tmp_path / "bitgraft-store").exists()
     photos(tmp_path / "few", train=2)
     code, out, _ = run("train", "few", *RUN)
@@ -158,7 +150,7 @@ def test_one_class_is_refused_and_few_images_are_warned_of(run, tmp_path):
     [
         ((), 2, "bitgraft train DATA --task NAME"),
         (("photos",), 2, "bitgraft train DATA --task NAME"),
-        (("photos", "--task", "a"), 2, "no store at bitgraft-store yet: start it with --backbone"),
+        (("photos", "--task", "a"), 2, "no store at bitgraft-store yet: create it with --backbone"),
         (("photos", *RUN, "--method", "fll"), 2, "did you mean 'full'"),
         (("photos", *RUN, "--option", "k9=1"), 2, "no option 'k9'"),
         (("photos", *RUN, "--option", "k1"), 2, "give NAME=VALUE"),
@@ -168,11 +160,19 @@ def test_one_class_is_refused_and_few_images_are_warned_of(run, tmp_path):
         (("photos", *RUN, "--config", "photos/train/red/0.png"), 2, "cannot be read"),
         (("photos", *RUN, "--rate", "masks=1"), 2, "no role 'masks'"),
         (("photos", *RUN, "--rate", "k=fast"), 2, "give ROLE=NUMBER"),
-        (("photos", *RUN, "--weight-decay", "k=-1"), 2, "must not be negative"),
-        (("photos", *RUN, "--schedule", "linear"), 2, "linear"),
-        (("photos", *RUN, "--epochs", "0"), 2, "epochs"),
+        (("photos", *RUN, "--weight-decay", "k=-1"), 2, "must be finite and not negative"),
+        (
+            ("photos", *RUN, "--schedule", "linear"),
+            2,
+            "--schedule must be one of 'step', 'cosine',",
+        ),
+        (("photos", *RUN, "--epochs", "0"), 2, "--epochs must be at least 1; see `bitgraft train --help`"),
+        (("photos", *RUN, "--bits", "99"), 2, "--bits must be at most 4"),
+        (("photos", *RUN, "--bits", "few"), 2, "--bits must be a number"),
+        (("photos", *RUN, "--steps", "1.5"), 2, "--steps must be a whole number"),
+        (("photos", "--task"), 2, "--task needs a value; see `bitgraft train --help`"),
         (("photos", *RUN, "--steps", "9"), 2, "only one of --epochs, --steps and --minutes"),
-        (("photos", *RUN, "--quick", "--preset", "decathlon"), 2, "--quick is a preset of its own"),
+        (("photos", *RUN, "--quick", "--preset", "decathlon"), 2, "--quick is --preset quick"),
         (("photos", *ANY_LENGTH, "--task", "a", "--minutes", "1e-9"), 1, "allow more minutes"),
         (("photos", *RUN, "--backbone", "own_net:nothing"), 2, "own_net:nothing"),
         (("photos", *RUN, "--resume"), 1, "no run of task 'colours' to resume"),
@@ -196,7 +196,7 @@ def test_a_wrong_command_is_one_sentence_and_leaves_no_task(run, tmp_path, monke
 def test_a_task_that_is_there_and_a_store_of_another_backbone(run, tmp_path):
     assert run("train", "photos", *RUN)[0] == 0
     before = (tmp_path / "bitgraft-store/colours.safetensors").read_bytes()
-    assert "has a task 'colours' already" in run("train", "photos", *RUN)[2]
+    assert "already has a task 'colours'" in run("train", "photos", *RUN)[2]
     assert "no run of task 'colours' to resume" in run("train", "photos", *RUN, "--resume")[2]
     code, _, err = run("train", "photos", "--backbone", "own_net:other", "--task", "b", "--size", "16")
     assert code == 1
@@ -214,7 +214,7 @@ def test_empty_class_and_no_data(run, tmp_path):
 
 
 def devkit(folder, val_category):
-    """The colours as a domain of the decathlon, one image of val with a category of its own."""
+    """Write the colours as a decathlon domain, with one val image of the given category."""
     (folder / "kit/annotations").mkdir(parents=True)
     for part in ("train", "val"):
         files = sorted((folder / "photos" / part).rglob("*.png"))
@@ -249,8 +249,8 @@ def test_labels_outside_the_head_are_one_sentence(run, tmp_path):
 
 
 @pytest.mark.parametrize("preset", ["quick", "decathlon"])
-def test_labels_that_come_in_spite_of_that_are_named_by_the_loop(run, tmp_path, monkeypatch, preset):
-    """A data set of one's own may check nothing: with a head start or without one, the loop still does."""
+def test_the_loop_reports_labels_outside_the_head(run, tmp_path, monkeypatch, preset):
+    """The loop checks labels of any data set, with and without head initialisation."""
     from bitgraft.data.dataset import ImageDataset
 
     real = ImageDataset.__getitems__
@@ -262,8 +262,8 @@ def test_labels_that_come_in_spite_of_that_are_named_by_the_loop(run, tmp_path, 
     assert stored(tmp_path) == ["store.json"]
 
 
-def test_a_loss_that_is_not_a_number_keeps_the_last_good_state(run, tmp_path, monkeypatch):
-    """It comes in the second epoch; the state at the end of the first is kept, and goes on as it would have done."""
+def test_a_nan_loss_keeps_the_last_good_state(run, tmp_path, monkeypatch):
+    """The loss becomes NaN in the second epoch; the checkpoint of the first resumes to the same result."""
     expected, _ = uninterrupted(run, tmp_path, *RUN)
     real, steps = _Run._step, []
 
@@ -300,7 +300,7 @@ def test_several_data_sets_jointly(run, tmp_path):
     before = files(tmp_path / "bitgraft-store")
     code, out, err = run(*JOINT)
     assert (code, err) == (0, "")
-    assert "training a, b by method adapters-joint on own_net:build" in out
+    assert "training a, b with method adapters-joint on own_net:build" in out
     assert "test accuracy of b" in out
     made = files(tmp_path / "joint")
     assert set(made) == {"a.safetensors", "b.safetensors", "weights/backbone.safetensors"}
@@ -343,7 +343,7 @@ def test_an_interrupted_joint_command_resumes_to_the_same_bytes(run, tmp_path):
     assert code == 130
     command = err.strip().splitlines()[-1].split()
     assert command[-1] == "--resume"
-    assert "interrupted and can go on" in run(*JOINT)[2]
+    assert "was interrupted: pass --resume" in run(*JOINT)[2]
     for count in range(30):  # killed at each file that is still to be written
         process = fork(*command[1:], prepare=lambda n=count: after(n, die, "replace"))
         if ended(process)[0] != -signal.SIGKILL:
@@ -356,9 +356,9 @@ def test_an_interrupted_joint_command_resumes_to_the_same_bytes(run, tmp_path):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("train", "photos", "photos", "--task", "a", "--backbone", NET), "2 data sets came with 1 names"),
+        (("train", "photos", "photos", "--task", "a", "--backbone", NET), "(data sets: 2, tasks: 1)"),
         (("train", "photos", "photos", "--task", "a", "--task", "b", "--backbone", NET), "only a joint method"),
-        ((*JOINT[:9], "--store", "none"), "start it with --backbone"),
+        ((*JOINT[:9], "--store", "none"), "create it with --backbone"),
     ],
 )
 def test_a_wrong_joint_command(run, args, said):
@@ -388,17 +388,16 @@ def test_an_unreadable_image_is_named_or_skipped(run, tmp_path, workers):
     assert stored(tmp_path) == ["store.json"]
     code, out, err = run("train", "photos", *RUN, "--workers", workers, "--skip-bad-images")
     assert (code, err) == (0, "")
-    assert "skipped 1 files that cannot be read:\n  photos/train/red/3.png: it is not an image that PIL knows" in out
+    assert "skipped 1 unreadable files:\n  photos/train/red/3.png: it is not an image that PIL knows" in out
 
 
 def allowed(tmp_path, run, most):
-    """How many writes succeed before one does not: one more in each run, fewer when only an epoch and the task file are
-    left to write, so that each file has its turn."""
+    """Return how many writes succeed: one more in each run, fewer once there is a checkpoint."""
     return run % most if (tmp_path / "bitgraft-store/runs/colours/state.pt").exists() else run
 
 
 def after(count, action, call, monkeypatch=None):
-    """Let a function of `os` do something else after so many calls."""
+    """Replace a function of `os` by `action` after `count` calls."""
     real, left = getattr(os, call), [count]
 
     def replaced(*args, **kwargs):
@@ -413,7 +412,7 @@ def disk_full():
 
 
 def test_a_full_disk_names_the_file_and_leaves_nothing_half_written(run, tmp_path, monkeypatch):
-    """Wherever the disk is full: at each of the files that a run writes, one after the other."""
+    """The disk is full at each of the files that a run writes, one after the other."""
     named = []
     for turn in range(30):
         with monkeypatch.context() as patch:
@@ -447,7 +446,7 @@ def die():
 
 @pytest.mark.parametrize(("call", "most"), [("fsync", 5), ("replace", 3)])
 def test_a_killed_command_resumes_to_the_same_bytes(run, tmp_path, call, most):
-    """Killed again and again while it writes: before a file is on disk, and before it has its name."""
+    """Killed repeatedly while it writes: before a file is on disk, and before it is renamed."""
     expected, metrics = uninterrupted(run, tmp_path, *RUN)
     codes = []
     for turn in range(30):
@@ -477,14 +476,14 @@ def signal_in_step_4(signum):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_keeps_the_state_and_says_how_to_go_on(run, tmp_path, signum):
+def test_an_interrupt_saves_the_state_and_prints_how_to_resume(run, tmp_path, signum):
     expected, _ = uninterrupted(run, tmp_path, *RUN)
     code, err = ended(fork("train", "photos", *RUN, prepare=lambda: signal_in_step_4(signum)))
     assert code == 130
     assert "Traceback" not in err
     command = err.strip().splitlines()[-1].strip()
     assert command == f"bitgraft train photos {' '.join(RUN)} --resume"
-    assert "was interrupted and can go on: pass --resume" in run("train", "photos", *RUN)[2]
+    assert "was interrupted: pass --resume" in run("train", "photos", *RUN)[2]
     code, _, err = run("train", "photos", *RUN, "--resume", "--batch", "4")
     assert code == 1
     assert "batch was 8, is 4" in err

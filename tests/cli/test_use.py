@@ -1,4 +1,4 @@
-"""`bitgraft eval`, `predict`, `tasks`, `export` and `demo` as a user meets them."""
+"""`bitgraft eval`, `predict`, `tasks`, `export` and `demo` on a store of two tasks."""
 
 import json
 import sys
@@ -57,7 +57,7 @@ def test_eval_agrees_with_what_training_measured(run):
 
 
 def test_eval_matches_classes_by_name(run, trained, tmp_path):
-    """Of some of the task's classes, in whatever place they have in the data."""
+    """The data has only some of the task's classes, under other indices."""
     photos(tmp_path / "fewer", classes=("green", "red"))
     report = json.loads(run("eval", str(tmp_path / "fewer"), "--task", "colours", "--by-class", "--json")[1])
     assert [row["class"] for row in report["by_class"]] == ["green", "red"]
@@ -172,15 +172,16 @@ def test_predict_answers_the_rest_when_one_cannot_be_read(run, tmp_path):
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
-        (("predict", SHOT, "--task", "hues", "--all-tasks"), 2, "exclude each other"),
+        (("predict", SHOT, "--task", "hues", "--all-tasks"), 2, "give either --task or --all-tasks"),
         (("predict", SHOT, "--task", "shapes"), 1, "has no task 'shapes'; it has colours, hues"),
-        (("predict", SHOT, "--task", "hues", "--top", "0"), 2, "top"),
+        (("predict", SHOT, "--task", "hues", "--top", "0"), 2, "--top must be at least 1; see"),
         (("predict", SHOT, "--task", "hues", "--store", "nowhere"), 1, "there is no store at nowhere"),
         (("eval", "photos", "--task", "shapes"), 1, "has no task 'shapes'"),
         (("eval", "photos"), 2, "--task"),
         (("tasks", "--store", "nowhere"), 1, "there is no store at nowhere"),
         (("export", "--task", "shapes"), 1, "has no task 'shapes'"),
-        (("export", "--task", "hues", "--output", "own_net.py"), 1, "is there already"),
+        (("export", "--task", "original"), 1, "has no task 'original'"),
+        (("export", "--task", "hues", "--output", "own_net.py"), 1, "already exists"),
     ],
 )
 def test_a_wrong_command_is_one_sentence(run, args, code, said):
@@ -248,7 +249,7 @@ def test_export_says_what_to_type_for_timm(run, tmp_path):
     assert "adds layers of its own" in out
 
 
-def test_demo_goes_to_the_demo(run, monkeypatch):
+def test_demo_runs_the_demo(run, monkeypatch):
     import bitgraft.paper.demo
 
     asked = []

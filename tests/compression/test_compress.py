@@ -370,7 +370,7 @@ def test_a_task_of_another_store_into_a_new_one(command, place, tmp_path):
     assert archive.metrics["test"]["accuracy"] == archive.metrics["compressed"]["accuracy_compressed"]
     code, _, err = command("source/colours", "--task", "small", "--store", store)
     assert code == 1
-    assert "has a task 'small' already" in err
+    assert "already has a task 'small'" in err
 
 
 def test_plain_weights_with_calibration_as_json(command):
@@ -409,9 +409,9 @@ def test_data_of_other_classes_calibrates_but_does_not_measure(command, tmp_path
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
-        ("bare.safetensors --task t --store nowhere", 2, "name what was fine-tuned with --backbone"),
-        ("bare.safetensors --task t --steps 9", 2, "add --calibrate DATA"),
-        ("bare.safetensors --task t --bits 9", 2, "less than or equal to 4"),
+        ("bare.safetensors --task t --store nowhere", 2, "name the fine-tuned network with --backbone"),
+        ("bare.safetensors --task t --steps 9", 2, "need --calibrate DATA"),
+        ("bare.safetensors --task t --bits 9", 2, "--bits must be at most 4"),
         ("bare.safetensors --task t --calibrate photos --eval photos", 2, "leave out --eval"),
         ("bare.safetensors --task t --option perr=channel", 2, "did you mean 'per'"),
         ("bare.safetensors --task ../t --store source", 1, "cannot be a task's name"),

@@ -279,8 +279,8 @@ def test_the_command_writes_each_form(store, tmp_path, monkeypatch, capsys):
     ("args", "code", "said"),
     [
         ((), 2, "give --task NAME or --all-tasks"),
-        (("--task", "a", "--all-tasks"), 2, "exclude each other"),
-        (("--all-tasks",), 2, "only with --format onnx"),
+        (("--task", "a", "--all-tasks"), 2, "give either --task or --all-tasks"),
+        (("--all-tasks",), 2, "only --format onnx can hold several tasks"),
         (("--task", "a", "--format", "tflite"), 2, "tflite"),
         (("--task", "a", "--format", "onnx"), 1, "pip install '.[onnx]'"),
     ],

@@ -406,7 +406,7 @@ def test_data_check(place, capsys, monkeypatch):
     good, bad = hashlib.sha256(file.read_bytes()).hexdigest(), "0" * 64
     sums = f'[datasets.checksums]\n"{file}" = "sha256:{good}"\n"none.zip" = "md5:{bad}"\n'
     Path("mine.toml").write_text(text.replace(row, sums + row))
-    assert run()[:2] == (0, "photos          ready; not here to be checked: none.zip\n")
+    assert run()[:2] == (0, "photos          ready; missing, so not checked: none.zip\n")
     sums = sums.replace(good, bad)
     Path("mine.toml").write_text(text.replace("train = 24", "train = 25").replace(row, sums + gone + row))
     code, out, _ = run()
@@ -414,8 +414,8 @@ def test_data_check(place, capsys, monkeypatch):
     assert f"has the sha256 {good}" in out
     assert "train has 24 images, and must have 25" in out
     assert "gone            no data set at 'gone'" in out
-    assert "from: the moon" in out
-    assert "read as: gone/{train,val,test}/CLASS/IMAGE" in out
+    assert "source: the moon" in out
+    assert "files: gone/{train,val,test}/CLASS/IMAGE" in out
     faults = json.loads(run("--json")[1])
     assert not faults["gone"]["ready"]
     assert len(faults["photos"]["faults"]) == 2
@@ -427,8 +427,8 @@ def test_data_of_a_devkit_say_which_files_are_read(tmp_path, capsys, monkeypatch
     monkeypatch.chdir(tmp_path)
     code, out, _ = bitgraft(capsys, monkeypatch, "data", "check", "decathlon")
     assert code == 1
-    assert "read as: decathlon-1.0/annotations/gtsrb_{train,val,test}.json, and below decathlon-1.0 the images" in out
-    assert out.count("from: ") == 10
+    assert "files: decathlon-1.0/annotations/gtsrb_{train,val,test}.json, and below decathlon-1.0 the images" in out
+    assert out.count("source: ") == 10
 
 
 def test_the_backbones_own_data_are_tried_once_and_not_trained_on(place):
@@ -605,7 +605,7 @@ def test_the_command_writes_a_submission(place, capsys, monkeypatch):
     command = ["bench", "mine.toml", "--submission", "results.json", "--train-on-val"]
     code, _, err = bitgraft(capsys, monkeypatch, *command)
     assert code == 0, err
-    assert "12 answers in results.json" in err
+    assert "wrote 12 predictions to results.json" in err
     assert len(json.loads(Path("results.json").read_text())) == 12
     found = json.loads(Path("runs/mine-train-on-val/head/seed-0/runs/dtd/record.json").read_text())
     assert found["images"] == {"train": 24, "val": 0, "test": 12}

@@ -275,7 +275,7 @@ def test_selected_epochs_and_validation(tmp_path: Path, report) -> None:
     assert "in per cent on the validation set" in out
     code, _, err = report("--validation", "--published")
     assert code == 2
-    assert "exclude each other" in err
+    assert "give either --validation or --published" in err
 
 
 def test_several_suites_and_backbones_keep_their_files_apart(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_without_matplotlib_there_are_tables_and_a_word(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     code, out, err = report()
     assert code == 0
-    assert err == "no figures were drawn, since matplotlib is not installed: pip install matplotlib\n"
+    assert err == "no figures: matplotlib is not installed; run pip install matplotlib\n"
     assert "report.html" in out
     assert ".png" not in (tmp_path / "runs" / "report" / "report.html").read_text()
 

@@ -218,7 +218,7 @@ def test_commands_find_the_task_of_an_image(trained, monkeypatch, capsys) -> Non
     assert '"score": 1.0' in out
     code, out, err = run("describe", "hues", "photos")
     assert (code, err) == (0, "")
-    assert "now describes its images" in out
+    assert "added a description of" in out
     Image.new("RGB", (16, 16)).save("black.png")
     code, out, err = run("predict", "photos/test/red/0.png", "black.png", "missing.png")
     assert code == 1

@@ -320,7 +320,7 @@ def test_the_commands(shop, hub, monkeypatch, capsys):
     assert [row["name"] for row in json.loads(run("tasks", "--store", "new", "--json")[1])["tasks"]] == ["flowers"]
     code, _, err = run("pull", "ours", "--store", "fresh", "--backbone", "shop_net:other")
     assert code == 1
-    assert "no store was made" in err
+    assert "no store was created" in err
     assert not Path("fresh").exists()
     code, _, err = run("pull", "ours", "--store", "fresh")
     assert (code, "there is no store at fresh" in err) == (1, True)

@@ -492,8 +492,8 @@ def test_in_a_store(place, capsys, monkeypatch):
     for more, code, said in [
         (("--borrow", "c"), 1, "has no task 'c'; it has a, b, new"),
         (("--borrow", "new", "--overwrite"), 1, "'new' cannot build on itself"),
-        (("--borrow", "a", "--method", "simple", "--overwrite"), 2, "work with method full, not with simple"),
-        (("--start", "a", "--method", "lora", "--overwrite"), 2, "work with method full, not with lora"),
+        (("--borrow", "a", "--method", "simple", "--overwrite"), 2, "need method full, not simple"),
+        (("--start", "a", "--method", "lora", "--overwrite"), 2, "need method full, not lora"),
         (("--borrow", "a", "--store", "elsewhere", "--backbone", NET), 2, "no store at elsewhere yet"),
     ]:
         found, _, err = command(*new, *more)

@@ -1,4 +1,4 @@
-"""From a data set to a task file, from Python; and what people see meanwhile."""
+"""Train tasks of a store from Python, with callbacks, run folders and progress output."""
 
 import io
 import json
@@ -25,7 +25,7 @@ def place(tmp_path, monkeypatch):
     return furnish(tmp_path, monkeypatch)
 
 
-def test_tasks_of_one_network_one_after_the_other(place):
+def test_packnet_tasks_depend_on_earlier_ones(place):
     store, net = open_store("store", Backbone(NET))
     first = train(store, net, Request("photos", "a", "packnet", CONFIG.changed(epochs=1)))
     assert first.path == store.path("a")
@@ -36,7 +36,7 @@ def test_tasks_of_one_network_one_after_the_other(place):
     assert store.archive("b").metrics["test"] == second.test
 
 
-def test_what_others_do_to_randomness_changes_nothing(place):
+def test_the_global_seed_does_not_change_the_task(place):
     files = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -45,7 +45,7 @@ def test_what_others_do_to_randomness_changes_nothing(place):
     assert files[0] == files[1]
 
 
-def test_the_size_of_images_is_the_backbones_unless_told(place):
+def test_the_image_size_is_the_backbones_by_deerror(place):
     from bitgraft.workflows.train_task import preprocessing_for
 
     _, net = open_store("store", Backbone("test_resnet", pretrained=False))
@@ -54,7 +54,7 @@ def test_the_size_of_images_is_the_backbones_unless_told(place):
     assert preprocessing_for(net, QUICK.changed(size=32, resize=40)).size == (32, 32)
 
 
-def test_skipped_files_are_told(place):
+def test_skipped_files_are_listed(place):
     (place / "photos/val/red/0.png").write_bytes(b"")
     opened = open_request(Request("photos", "a", "full", CONFIG, skip_bad=True))
     assert [path.name for path, _ in opened.skipped] == ["0.png"]
@@ -62,67 +62,61 @@ def test_skipped_files_are_told(place):
     assert len(opened.splits.val) == 8
 
 
-def test_a_fault_from_a_worker_is_one_sentence():
+def test_an_error_from_a_worker_is_one_sentence():
     wrapped = "Caught DataError in DataLoader worker process 0.\nOriginal Traceback:\n  File x\n"
     wrapped += "bitgraft.errors.DataError: cannot read a.png: it is no image that PIL knows\n"
-    with pytest.raises(DataError) as fault, one_sentence("; skip it"):
+    with pytest.raises(DataError) as error, one_sentence("; skip it"):
         raise DataError(wrapped)
-    assert str(fault.value) == "cannot read a.png: it is no image that PIL knows; skip it"
+    assert str(error.value) == "cannot read a.png: it is no image that PIL knows; skip it"
     with pytest.raises(TrainingError, match="try --workers 0"), one_sentence():
         raise RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
     with pytest.raises(RuntimeError, match="else"), one_sentence():
         raise RuntimeError("something else")
 
 
-class Watcher:
-    """An callback that notes what it is told."""
+class Recorder:
+    """A callback that records its calls."""
 
-    def __init__(self, fault=None):
-        self.told, self.fault = [], fault
+    def __init__(self, error=None):
+        self.calls, self.error = [], error
 
     def begin(self, plan):
-        self.told.append("begin")
+        self.calls.append("begin")
 
     def step(self, epoch, step, images):
-        self.told.append("step")
+        self.calls.append("step")
 
     def look(self, loss, accuracy):
-        self.told.append((loss, accuracy))
+        self.calls.append((loss, accuracy))
 
     def epoch(self, record):
-        self.told.append("epoch")
-        if self.fault is not None:
-            raise self.fault
+        self.calls.append("epoch")
+        if self.error is not None:
+            raise self.error
 
     def end(self):
-        self.told.append("end")
+        self.calls.append("end")
 
 
-@pytest.mark.parametrize("fault", [None, TrainingError("x"), KeyboardInterrupt()])
-def test_observers_are_told_of_the_end_once_however_it_comes(place, fault):
+@pytest.mark.parametrize("error", [None, TrainingError("x"), KeyboardInterrupt()])
+def test_callbacks_end_once_after_success_or_error(place, error):
     store, net = open_store("store", Backbone(NET))
-    watcher, request = Watcher(fault), Request("photos", "a", "full", CONFIG)
-    if fault is None:
-        outcome = train(store, net, request, callbacks=[watcher])
-        assert [t for t in watcher.told if isinstance(t, str)] == [
-            "begin",
-            *["step"] * 3,
-            "epoch",
-            *["step"] * 3,
-            "epoch",
-            "end",
-        ]
-        looks = [t for t in watcher.told if not isinstance(t, str)]
-        assert len(looks) == 6  # reading is free on a CPU, so after each step
+    recorder, request = Recorder(error), Request("photos", "a", "full", CONFIG)
+    if error is None:
+        outcome = train(store, net, request, callbacks=[recorder])
+        epoch = ["step", "step", "step", "epoch"]
+        assert [t for t in recorder.calls if isinstance(t, str)] == ["begin", *epoch, *epoch, "end"]
+        looks = [t for t in recorder.calls if not isinstance(t, str)]
+        assert len(looks) == 6  # on a CPU the loss is read after each step
         assert looks[2] == (outcome.history[0]["train_loss"], outcome.history[0]["train_accuracy"])
     else:
-        with pytest.raises(type(fault)):
-            train(store, net, request, callbacks=[watcher])
-        assert watcher.told.count("end") == 1
-    assert watcher.told[-1] == "end"
+        with pytest.raises(type(error)):
+            train(store, net, request, callbacks=[recorder])
+        assert recorder.calls.count("end") == 1
+    assert recorder.calls[-1] == "end"
 
 
-def test_a_run_folder_that_comes_to_nothing_is_removed_and_others_stay(tmp_path):
+def test_a_failed_run_without_a_checkpoint_leaves_no_folder(tmp_path):
     folder = tmp_path / "runs" / "a"
 
     def fail_after(name):
@@ -140,7 +134,7 @@ def test_a_run_folder_that_comes_to_nothing_is_removed_and_others_stay(tmp_path)
         pass
 
 
-def test_resumed_settings_are_held_to(tmp_path):
+def test_resuming_with_other_settings_is_refused(tmp_path):
     settings = {"data": "d", "config": {"epochs": 3, "rates": {"k": 1e-3}}}
     runs.settle(tmp_path, settings, resume=False)
     assert json.loads((tmp_path / runs.SETTINGS).read_text()) == settings
@@ -160,7 +154,7 @@ def test_progress_in_a_terminal_and_elsewhere(monkeypatch):
         progress.begin(Plan(["flowers"], 3, 4, 1, None))
         progress.step(1, 2, 32)
         progress.look(0.625, 0.7)
-        assert terminal or not stream.getvalue()  # soon after the start: a line would be one too many
+        assert terminal or not stream.getvalue()  # no line so soon after the start
         monkeypatch.setattr("bitgraft.training.progress.QUIET", -1.0)
         progress.look(0.625, 0.7)
         monkeypatch.undo()
@@ -174,7 +168,7 @@ def test_progress_in_a_terminal_and_elsewhere(monkeypatch):
         assert ("\x1b" in said) == terminal
 
 
-def test_times_as_people_say_them():
+def test_durations_are_spelled_out():
     assert [spelled(s) for s in (4.4, 200, 7500)] == ["4 s", "3 min 20 s", "2 h 5 min"]
 
 
@@ -196,7 +190,7 @@ def test_a_store_of_joint_training_can_be_moved(place):
     assert torch.equal(scores("else/where"), expected)
     about = json.loads((place / "else/where/store.json").read_text())
     assert about["backbone"]["weights"] == "weights/backbone.safetensors"
-    about["backbone"]["weights"] = str(place / "else/where/weights/backbone.safetensors")  # as older stores have it
+    about["backbone"]["weights"] = str(place / "else/where/weights/backbone.safetensors")  # as in older stores
     (place / "else/where/store.json").write_text(json.dumps(about))
     assert torch.equal(scores("else/where"), expected)
 

@@ -1,4 +1,4 @@
-"""The command line: thin commands, by subject. None loads torch before it runs, so that --help is quick.
+"""The command line, one module per subject. No command loads torch before it runs, so --help is quick.
 
 May import: everything else.
 """

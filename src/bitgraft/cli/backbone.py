@@ -1,4 +1,4 @@
-"""`bitgraft anatomy`, `params` and `methods`: what a task changes in a backbone, what it costs, and how it does it."""
+"""`bitgraft anatomy`, `params` and `methods`: what a task changes in a backbone, its cost, and the methods."""
 
 import re
 from collections import Counter
@@ -6,9 +6,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
-from bitgraft.cli.app import command
+from bitgraft.cli.app import command, count, setting
 from bitgraft.cli.options import AsJson, Head, Weights
 from bitgraft.cli.output import megabytes, show, table
 
@@ -16,16 +16,15 @@ if TYPE_CHECKING:
     from bitgraft.backbone.anatomy import Anatomy
 
 Patterns = list[str] | None
-NAMES = "timm's name, wrn-DEPTH-WIDTH, resnet26, or package.module:function."
+NAMES = "A timm model, wrn-DEPTH-WIDTH, resnet26, or package.module:function."
 LEGEND = """\
-# params:  all tasks relative to the backbone, counted as in the paper: 32 bits are
-           one parameter, without classifiers and running statistics.
-task file: one added task on disk, including running statistics and header, without
-           the classifier.
-all files: the backbone and every task file, relative to the backbone.
-PackNet:   all tasks together, ceil(log2 tasks) bits per weight; the paper's 1.10
-           and 1.11 come from rounded megabytes. Its files also hold the values that
-           they own; the size is their mean."""
+# params:  parameters of the backbone and all tasks / parameters of the backbone, as the
+           paper counts: 32 bits are one parameter; no classifiers or running statistics.
+task file: one task on disk, with running statistics and header, without the classifier.
+all files: (backbone + all task files) / backbone, in bytes.
+PackNet:   ceil(log2 tasks) bits per weight for all tasks; the paper's 1.10 and 1.11 come
+           from rounded megabytes. Files also hold the task's own values; the size is
+           their mean."""
 
 
 @command("""
@@ -36,29 +35,29 @@ def anatomy(
     name: Annotated[str, Argument(metavar="NAME", help=NAMES)],
     weights: Weights = None,
     head: Head = None,
-    transform: Annotated[Patterns, Option(metavar="PATTERN", help="Weights to transform [all]; repeatable.")] = None,
-    skip: Annotated[Patterns, Option(metavar="PATTERN", help="Weights to leave out; repeatable.")] = None,
-    norms: Annotated[Patterns, Option(metavar="PATTERN", help="Norm layers per task [all]; repeatable.")] = None,
-    example: Annotated[str | None, Option(metavar="SHAPE", help="A batch to run, for example 1,3,64,64.")] = None,
+    transform: Annotated[Patterns, setting("PATTERN", "Weights to transform [all]; repeatable.")] = None,
+    skip: Annotated[Patterns, setting("PATTERN", "Weights not to transform; repeatable.")] = None,
+    norms: Annotated[Patterns, setting("PATTERN", "Norm layers that each task owns [all]; repeatable.")] = None,
+    example: Annotated[str | None, setting("SHAPE", "The shape of an input batch, such as 1,3,64,64.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what a task changes in a backbone.
 
-    Which weights it transforms, which norm layers it owns, where the head is, what is shared. Downloads nothing.
+    Lists the weights it transforms, the norm layers it owns, the head, and what tasks share. Downloads nothing.
     """
     from bitgraft.backbone.loading import read_backbone
 
     given = {"transform": transform, "skip": skip, "norms": norms, "example": _shape(example)}
     chosen = {option: value for option, value in given.items() if value}
-    data = _plain(name, read_backbone(name, weights=weights, **chosen, **_head(head)))
-    show(as_json, data, *_parts(data))
+    data = _as_json(name, read_backbone(name, weights=weights, **chosen, **_head(head)))
+    show(as_json, data, *_as_text(data))
 
 
 def _head(layer: str | None) -> dict[str, str | None]:
     return {} if layer is None else {"head": None if layer.lower() == "none" else layer}
 
 
-def _plain(name: str, read: "Anatomy") -> dict[str, Any]:
+def _as_json(name: str, read: "Anatomy") -> dict[str, Any]:
     parameters = {name: tensor.numel() for name, tensor in read.backbone.named_parameters()}
     groups = {
         "transformed": list(read.weights),
@@ -83,7 +82,7 @@ def _plain(name: str, read: "Anatomy") -> dict[str, Any]:
     }
 
 
-def _parts(data: dict[str, Any]) -> list[Any]:
+def _as_text(data: dict[str, Any]) -> list[Any]:
     rows = []
     for weight in data["weights"]:
         kind = weight["kind"] + (f", {weight['groups']} groups" if weight["groups"] > 1 else "")
@@ -93,26 +92,26 @@ def _parts(data: dict[str, Any]) -> list[Any]:
     if head is not None:
         head += f" ({features} features)" if features else ""
     elif data["head_known"]:
-        head = f"none: the backbone gives {features} features" if features else "none: the backbone gives features"
+        head = f"none: the backbone returns {features} features" if features else "none: the backbone returns features"
     else:
-        head = "unknown: give --head LAYER, or --head none for features"
+        head = "unknown: give --head LAYER, or --head none for a backbone that returns features"
     summary = [
         ("transformed, about one bit each", count["transformed"], "the weights above"),
-        ("norm layers, a copy per task", count["norms"], grouped(data["norms"])),
-        ("head, another per task", count["head"], head),
+        ("norm layers, one copy per task", count["norms"], grouped(data["norms"])),
+        ("head, one per task", count["head"], head),
         ("shared, unchanged", count["shared"], grouped(data["shared"])),
         ("all", count["all"], ""),
     ]
     return [
-        f"{data['name']}: the weights that a task transforms, in the order in which data reaches them",
+        f"{data['name']}: the weights that a task transforms, in the order of the forward pass",
         table(["weight", "shape>", "kind", "feeds norm", "k0"], rows),
         table(["parameters", "count>", "which"], summary),
-        f"What tasks cost: bitgraft params {data['name']}",
+        f"For the cost of tasks: bitgraft params {data['name']}",
     ]
 
 
 def grouped(names: Any) -> str:
-    """Names that differ only in numbers as one pattern, with their count."""
+    """Join names, with those that differ only in numbers as one pattern and their count."""
     patterns = Counter(re.sub(r"\d+", "*", name) for name in names)
     first = {re.sub(r"\d+", "*", name): name for name in names}
     return ", ".join(f"{p} ({n})" if n > 1 else first[p] for p, n in patterns.items()) or "none"
@@ -122,7 +121,7 @@ def _shape(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise typer.BadParameter(f"--example {text}: give whole numbers with commas, as in 1,3,64,64")
+        raise typer.BadParameter(f"--example {text}: give whole numbers separated by commas, such as 1,3,64,64")
     return tuple(map(int, text.split(",")))
 
 
@@ -130,14 +129,14 @@ def _shape(text: str | None) -> tuple[int, ...] | None:
   bitgraft params
   bitgraft params convnext_tiny --tasks 100""")
 def params(
-    name: Annotated[str | None, Argument(metavar="[NAME]", help="Any backbone; without it, the paper's.")] = None,
-    tasks: Annotated[int | None, Option(min=2, help="How many tasks, including the backbone's own [6].")] = None,
+    name: Annotated[str | None, Argument(metavar="NAME", help="A backbone [the paper's].")] = None,
+    tasks: Annotated[int | None, count("Tasks, including the backbone's own [6].", least=2)] = None,
     head: Head = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what tasks cost, method by method.
+    """Show the parameters and bytes that tasks take, by method.
 
-    The paper's "# Params" rows from its architectures alone, or the same for any backbone.
+    Computes the paper's "# Params" column for its architectures, or for the given backbone.
     """
     if name is None and (tasks is not None or head is not None):
         raise typer.BadParameter("--tasks and --head need the name of a backbone")
@@ -160,10 +159,10 @@ def params(
 
 @command("\n  bitgraft methods")
 def methods(as_json: AsJson = False) -> None:
-    """List the methods, with their equations."""
+    """List the methods with their equations."""
     from bitgraft.methods import registry
 
     known = [registry.get(name) for name in registry.method_names()]
     rows = [{"name": one.name, "equation": one.equation, "summary": one.summary} for one in known]
     data = [{**row, "options": registry.plain(one.options)} for row, one in zip(rows, known, strict=True)]
-    show(as_json, data, table(["method", "equation", "what it is"], [list(row.values()) for row in rows]))
+    show(as_json, data, table(["method", "equation", "description"], [list(row.values()) for row in rows]))

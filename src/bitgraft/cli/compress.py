@@ -1,4 +1,4 @@
-"""`bitgraft compress`: a fine-tuned copy of the network becomes a task of few bits per weight."""
+"""`bitgraft compress`: turn a fine-tuned copy of the backbone into a task of a few bits per weight."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,16 +7,16 @@ import typer
 from typer import Argument, Option
 
 from bitgraft.cli import options as opt
-from bitgraft.cli.app import command
+from bitgraft.cli.app import command, count, number, setting
 from bitgraft.cli.output import megabytes, percent, show
 from bitgraft.training.callbacks import Callback, Plan
 
-FINETUNED = "A file of plain weights, a task file, or STORE/TASK."
-BACKBONE = "What was fine-tuned, named as for `bitgraft train`; once per store."
-CLASSES = "One name per line, or rose,tulip,...; in the order of the outputs."
-BITS = "What the file takes for each weight, head apart: 0.25 to 4."
-CALIBRATE = "Train weights and norm layers to give the copy's scores, and measure accuracy."
-RATE = "Rates of calibration: scores, norms; repeatable."
+FINETUNED = "The fine-tuned copy: a file of weights, a task file, or STORE/TASK."
+BACKBONE = "The network that was fine-tuned, as for `bitgraft train`; only for a new store."
+CLASSES = "Class names in the order of the outputs: a file with one per line, or rose,tulip,..."
+BITS = "File size in bits per weight, without the head."
+CALIBRATE = "Distil the copy into the task on these images, and measure accuracy."
+RATE = "Learning rate of calibration, for the roles scores and norms; repeatable."
 
 
 @command("""
@@ -26,18 +26,18 @@ RATE = "Rates of calibration: scores, norms; repeatable."
   bitgraft compress finetuned.pth --task flowers --calibrate photos --bits 0.5""")
 def compress(
     finetuned: Annotated[str, Argument(metavar="FINETUNED", help=FINETUNED, show_default=False)],
-    task: Annotated[str, Option(metavar="NAME", help="What to call the task.")],
-    backbone: Annotated[str | None, Option(metavar="NAME", help=BACKBONE)] = None,
+    task: Annotated[str, setting("NAME", "The new task's name.")],
+    backbone: Annotated[str | None, setting("NAME", BACKBONE)] = None,
     weights: opt.Weights = None,
     pretrained: opt.Pretrained = True,
     store: opt.StoreFolder = opt.STORE,
-    classes: Annotated[str | None, Option(metavar="FILE|NAMES", help=CLASSES)] = None,
+    classes: Annotated[str | None, setting("FILE|NAMES", CLASSES)] = None,
     evaluate: Annotated[str | None, Option("--eval", metavar="DATA", help="Measure accuracy before and after.")] = None,
-    calibrate: Annotated[str | None, Option(metavar="DATA", help=CALIBRATE)] = None,
-    bits: Annotated[float, Option(min=0.25, max=4.0, help=BITS)] = 1.0,
-    steps: Annotated[int | None, Option(min=1, help="Of calibration.")] = None,
+    calibrate: Annotated[str | None, setting("DATA", CALIBRATE)] = None,
+    bits: Annotated[float, number(BITS, 0.25, 4.0)] = 1.0,
+    steps: Annotated[int | None, count("Steps of calibration.")] = None,
     batch: opt.Batch = None,
-    rate: Annotated[list[str] | None, Option(metavar="[ROLE=]VALUE", help=RATE)] = None,
+    rate: Annotated[list[str] | None, setting("[ROLE=]VALUE", RATE)] = None,
     seed: opt.Seed = None,
     size: opt.Size = None,
     resize: opt.Resize = None,
@@ -46,16 +46,16 @@ def compress(
     workers: opt.Workers = 0,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Make a task from a fine-tuned copy of the network, without its data.
+    """Turn a fine-tuned copy of the backbone into a task.
 
-    Weights change by whole steps, most of them none, as many as the bits allow; biases make up for what that does to
-    the mean of each channel; the head is the copy's own. With --calibrate weights and norm layers are refined on
-    images, whose labels serve only to measure.
+    Needs no data: the change of each weight is rounded to a whole number of steps, mostly 0, to fit the bits; biases
+    correct the mean of each channel; the head is the copy's. With --calibrate, weights and norm layers are then trained
+    on images to match the copy's scores; labels are used only to measure accuracy.
     """
     if evaluate is not None and calibrate is not None:
         raise typer.BadParameter("--calibrate also measures accuracy: leave out --eval")
     if calibrate is None and (steps or batch or rate):
-        raise typer.BadParameter("--steps, --batch and --rate are for calibration: add --calibrate DATA")
+        raise typer.BadParameter("--steps, --batch and --rate need --calibrate DATA")
     options, rates = opt.method_options("full", option), opt.by_role(rate, "--rate")
 
     from bitgraft.compression.distil import CALIBRATION
@@ -76,7 +76,7 @@ def compress(
         workers=workers,
         overwrite=overwrite,
     )
-    chosen = opt.asked_backbone(store, backbone, weights, pretrained, "name what was fine-tuned with --backbone")
+    chosen = opt.requested_backbone(store, backbone, weights, pretrained, "name the fine-tuned network with --backbone")
     done = run(store, chosen, job, callbacks=[] if as_json else [_Distance()])
     found, made = inspect_file(done.path), done.made
     report = {
@@ -99,7 +99,7 @@ def compress(
 
 
 def _names(given: str | None) -> list[str] | None:
-    """The names in a file, one per line, or between commas."""
+    """Read class names from a file, one per line, or from text, separated by commas."""
     if given is None:
         return None
     names = Path(given).read_text(encoding="utf-8").splitlines() if Path(given).is_file() else given.split(",")
@@ -107,7 +107,7 @@ def _names(given: str | None) -> list[str] | None:
 
 
 class _Distance(Callback):
-    """How far the task's scores are from the copy's, a line for each epoch."""
+    """Prints the distance between the task's and the copy's scores after each epoch."""
 
     def begin(self, plan: Plan) -> None:
         self.epochs = plan.epochs
@@ -118,12 +118,13 @@ class _Distance(Callback):
 
 def _lines(report: dict[str, Any]) -> list[str]:
     lines = [f"note: {note}" for note in report["notes"]]
-    lines.append(f"{percent(report['kept'])} of what fine-tuning changed in {report['weights']:,} weights is kept")
+    lines.append(f"kept {percent(report['kept'])} of the change by fine-tuning in {report['weights']:,} weights")
     if report["accuracy"]:
         shares = ", ".join(f"{what} {percent(share)}" for what, share in report["accuracy"].items())
         lines.append(f"{report['measured_on']} accuracy: {shares}")
+    ratio = f"1/{report['finetuned_bytes'] / report['bytes']:.0f}"
     lines.append(
-        f"wrote {report['file']}, {megabytes(report['bytes'])}: 1/{report['finetuned_bytes'] / report['bytes']:.0f} of "
-        f"the copy's {megabytes(report['finetuned_bytes'])}; {report['bits_per_weight']:.2f} bits a weight, head apart"
+        f"wrote {report['file']}, {megabytes(report['bytes'])}, {ratio} of the copy's "
+        f"{megabytes(report['finetuned_bytes'])}: {report['bits_per_weight']:.2f} bits per weight without the head"
     )
     return lines

@@ -1,4 +1,4 @@
-"""`bitgraft export`: a task for tools that know nothing of bitgraft."""
+"""`bitgraft export`: write a task in a format that runs without bitgraft."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from typer import Option
 
-from bitgraft.cli.app import command
+from bitgraft.cli.app import command, setting
 from bitgraft.cli.options import STORE, AllTasks, AsJson, Overwrite, StoreFolder, TaskNames, chosen_tasks, network_with
 from bitgraft.cli.output import megabytes, show
 
@@ -24,37 +24,39 @@ ENDINGS = {"state-dict": "-weights.safetensors", "torch-export": ".pt2", "onnx":
 def export(
     task: TaskNames = None,
     all_tasks: AllTasks = False,
-    form: Annotated[Format, Option("--format", help="What to write.")] = "state-dict",
+    form: Annotated[Format, Option("--format", help="The file's format.")] = "state-dict",
     store: StoreFolder = STORE,
-    output: Annotated[str | None, Option(metavar="FILE", help="[NAME and the format's ending]")] = None,
+    output: Annotated[str | None, setting("FILE", "The file to write [TASK with the format's suffix].")] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a task as plain weights, a torch.export program or an ONNX file.
 
-    Each has the size of the whole network and runs without bitgraft. Programs and ONNX files are loaded and compared
-    with the task before they are written. Several tasks share one ONNX file, with the task's number as an input.
+    The file is as large as the whole network and runs without bitgraft. torch.export and ONNX files are loaded and
+    compared with the task before they are written. One ONNX file can hold several tasks; the task's number is an input.
     """
     from bitgraft.backbone.files import write_atomically
     from bitgraft.errors import StoreError
     from bitgraft.store import Store
 
     names = chosen_tasks(store, task, all_tasks)
+    for name in names:
+        Store(store).file(name)  # `original` has no file
     bundled = all_tasks or len(names) > 1
     if bundled and form != "onnx":
-        raise typer.BadParameter("several tasks go into one file only with --format onnx")
+        raise typer.BadParameter("only --format onnx can hold several tasks in one file")
     path = Path(output or f"{'tasks' if bundled else names[0]}{ENDINGS[form]}")
     if path.exists() and not overwrite:
-        raise StoreError(f"{path} is there already: choose another --output, or pass --overwrite")
+        raise StoreError(f"{path} already exists: choose another --output, or pass --overwrite")
     net = network_with(store, names)
-    data, recipe = _written(net, names, form, bundled, path, Store(store).backbone.name)
+    data, recipe = _exported(net, names, form, bundled, path, Store(store).backbone.name)
     write_atomically(path, data)
     report = {"file": str(path), "format": form, "tasks": names, "bytes": len(data)}
     show(as_json, report, f"wrote {path}, {megabytes(len(data))}", recipe)
 
 
-def _written(net: "Network", names: list[str], form: str, bundled: bool, path: Path, name: str) -> tuple[bytes, str]:
-    """The file's bytes, and how to load it; `name` is the backbone's."""
+def _exported(net: "Network", names: list[str], form: str, bundled: bool, path: Path, name: str) -> tuple[bytes, str]:
+    """Return the file's bytes and instructions for loading it; `name` is the backbone's."""
     from bitgraft.export import bundle, onnx_file, plain
     from bitgraft.export.plain import Subject
 
@@ -73,7 +75,7 @@ def _written(net: "Network", names: list[str], form: str, bundled: bool, path: P
     if set(state) != set(net.backbone.state_dict()):
         return data, (
             "This method adds layers of its own, so the weights do not load into the plain network: "
-            "use net.export(task) in Python, which gives the module with them, or another --format."
+            "choose another --format, or call net.export(task) in Python, which returns the module with its layers."
         )
     classes = len(subject.metadata.classes or ())
     if hasattr(net.backbone, "pretrained_cfg") and ":" not in name:

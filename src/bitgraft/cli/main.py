@@ -1,9 +1,11 @@
-"""`bitgraft`: all commands, and what happens when one goes wrong."""
+"""The entry point: all commands, and how their errors are reported."""
 
 import os
+import re
 import sys
 import time
 from importlib import import_module
+from typing import Any
 
 import typer
 
@@ -12,42 +14,64 @@ from bitgraft.cli.output import FAILURE, INTERRUPTED, USAGE
 from bitgraft.errors import BitgraftError, UnknownBackboneError
 from bitgraft.runtime.memory import keep_freed_memory
 
-UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # of the click inside typer, or of the one beside it
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # typer has no public name for it
 LINGER = 5.0  # seconds
 MODULES = "train predict identify tasks export compress sharing serve backbone paper"  # in the order of the help
+PLAIN_WORDS = (  # typer's messages, reworded one after the other
+    (r"^Invalid value: ", ""),
+    (r"^Invalid value for '?([^':]+)'?: ", r"\1: "),
+    (r": Value error, ", ": "),
+    (r": Input should be greater than or equal to (.+)", r" must be at least \1"),
+    (r": Input should be less than or equal to (.+)", r" must be at most \1"),
+    (r": Input should be a valid integer.*", " must be a whole number"),
+    (r": Input should be a valid number.*", " must be a number"),
+    (r": '(.*)' is not one of (.+)", r" must be one of \2, not '\1'"),
+    (r"^Missing (argument|option) '?([^']+)'?", r"missing \1 \2"),
+    (r"^Option '(.+)' requires an argument", r"\1 needs a value"),
+    (r"^Got unexpected extra argument\(s\) \((.*)\)", r"unexpected argument: \1"),
+    (r"^No such (option:|command) '?([^' ]+)'?", lambda found: f"there is no {found[1].rstrip(':')} {found[2]}"),
+    (r" \(Possible options: (.*)\)", r"; did you mean \1?"),
+    (r"\. Did you mean '(.*)'\?", r"; did you mean \1?"),
+)
 
 for name in MODULES.split():
     import_module(f"bitgraft.cli.{name}")
 
 
 def main() -> None:
-    """Run the command line: mistakes become one sentence and an exit code, never a traceback."""
+    """Run the command line. A user's mistake is reported in one sentence with an exit code, never as a traceback."""
     keep_freed_memory()
     try:
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without ∘ still gets its table
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # not every terminal can print ∘
         code = app(prog_name="bitgraft", standalone_mode=False)
         sys.stdout.flush()
     except UsageError as error:
-        context = getattr(error, "ctx", None)
-        command = context.command_path if context is not None else "bitgraft"
-        said = error.format_message().rstrip(".").replace(": Value error, ", ": ")  # type: ignore[attr-defined]
-        said = said.removeprefix("Invalid value: ")
-        code = _complain(f"{said}{'' if said.endswith('?') else ';'} see `{command} --help`", USAGE)
+        code = _complain(_usage(error), USAGE)
     except (typer.Abort, KeyboardInterrupt):
         code = INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at exit
         code = FAILURE
     except (BitgraftError, OSError) as error:
         code = _complain(str(error), USAGE if isinstance(error, UnknownBackboneError) else FAILURE)
     sys.exit(code)
 
 
+def _usage(error: Any) -> str:
+    message = error.format_message().rstrip(".")
+    for pattern, plain in PLAIN_WORDS:
+        message = re.sub(pattern, plain, message)
+    command = "bitgraft" if error.ctx is None else error.ctx.command_path
+    if error.ctx is None and not sys.argv[1].startswith("-"):  # typer drops the context of an option without a value
+        command = f"bitgraft {sys.argv[1]}"
+    return f"{message}{'' if message.endswith('?') else ';'} see `{command} --help`"
+
+
 def _complain(message: str, code: int) -> int:
     if "Network(" in message and sys.argv[1:2] in (["anatomy"], ["params"]):
         message += " (on the command line: --head LAYER, --example 1,3,64,64)"
     rank = os.environ.get("RANK", "0")
-    if rank != "0":  # the first process speaks; the launcher ends the others if they have the same to say
+    if rank != "0":  # usually rank 0 reports the same error, and the launcher then ends this process
         time.sleep(LINGER)
         message = f"process {rank}: {message}"
     print(f"error: {message}\n", end="", file=sys.stderr, flush=True)

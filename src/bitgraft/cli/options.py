@@ -1,4 +1,4 @@
-"""Options that several commands have, and how their values are read."""
+"""Options that several commands share, and the parsing of their values."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
+
+from bitgraft.cli.app import count, setting
 
 if TYPE_CHECKING:
     from bitgraft.network import Network
@@ -17,7 +19,7 @@ EngineName = Literal["auto", "torch", "onnxruntime"]
 
 
 def complete_tasks(context: typer.Context, incomplete: str) -> list[str]:
-    """Names of task files for the shell to complete, without opening any."""
+    """Return task names for shell completion, without opening a file."""
     folder = Path(context.params.get("store") or STORE)
     return sorted(p.stem for p in folder.glob("[!.]*.safetensors") if p.stem.startswith(incomplete))
 
@@ -25,80 +27,76 @@ def complete_tasks(context: typer.Context, incomplete: str) -> list[str]:
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
 StoreFolder = Annotated[str, Option("--store", metavar="DIR", help="The store's folder.")]
 _TASK = Option("--task", metavar="NAME", help="A task in the store.", autocompletion=complete_tasks)
+_TASKS = Option("--task", metavar="NAME", help="A task in the store; repeatable.", autocompletion=complete_tasks)
 TaskName = Annotated[str, _TASK]
-TaskNames = Annotated[list[str] | None, _TASK]
+TaskNames = Annotated[list[str] | None, _TASKS]
 AllTasks = Annotated[bool, Option("--all-tasks", help="Every task in the store.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace what is already there.")]
-Workers = Annotated[int, Option(min=0, metavar="N", help="Processes that load images.")]
-Weights = Annotated[str | None, Option(metavar="SOURCE", help="The backbone's weights: a file, or package:NAME.")]
-Pretrained = Annotated[bool, Option(help="Use published weights if no others are given.")]
-Head = Annotated[str | None, Option(metavar="LAYER", help="The layer that a task replaces; none for features.")]
-Batch = Annotated[int | None, Option(min=1, help="Images per step, over all processes.")]
-Size = Annotated[int | None, Option(min=1, help="Pixels of a square input [the backbone's own].")]
-Resize = Annotated[int | None, Option(min=1, help="Pixels of the shorter side before the crop.")]
-Device = Annotated[str, Option(metavar="NAME", help="Where the network runs, as torch calls it: cpu, cuda, mps.")]
-Seed = Annotated[int | None, Option(min=0, help="Of everything that is random.")]
-MethodOptions = Annotated[list[str] | None, Option(metavar="NAME=VALUE", help="Of the method, as in k1=0; repeatable.")]
-Engine = Annotated[EngineName, Option(help="What runs the weights; auto is onnxruntime on a CPU where it pays.")]
+Workers = Annotated[int, count("Processes that load images; 0 uses none.", least=0)]
+Weights = Annotated[str | None, setting("SOURCE", "The backbone's weights: a file, or package:NAME.")]
+Pretrained = Annotated[bool, Option(help="Use published weights unless --weights is given.")]
+Head = Annotated[str | None, setting("LAYER", "The layer that a task replaces; `none` for features.")]
+Batch = Annotated[int | None, count("Images per step, over all processes.")]
+Size = Annotated[int | None, Option(min=1, metavar="PIXELS", help="Side of the square input [the backbone's own].")]
+Resize = Annotated[int | None, Option(min=1, metavar="PIXELS", help="Length of the shorter side before the crop.")]
+Device = Annotated[str, setting("NAME", "The torch device: cpu, cuda, mps.")]
+Seed = Annotated[int | None, count("Random seed.", least=0)]
+SplitSeed = Annotated[int, Option("--seed", min=0, metavar="N", help="The seed that training split the data with.")]
+MethodOptions = Annotated[list[str] | None, setting("NAME=VALUE", "An option of the method, such as k1=0; repeatable.")]
+Engine = Annotated[EngineName, Option(help="auto: onnxruntime on a CPU if that is faster, else PyTorch.")]
+ImageFiles = Annotated[list[str], Argument(metavar="IMAGE", help="Image files, or folders of them.")]
 Suite = Annotated[str, Argument(metavar="SUITE", help="A built-in suite (`bitgraft bench --list`), or a .toml file.")]
-Root = Annotated[Path, Option(metavar="DIR", help="The folder of the data sets.")]
+Root = Annotated[Path, setting("DIR", "The folder of the data sets.")]
 
 
-def asked_backbone(store: str, name: str | None, weights: str | None, pretrained: bool, hint: str) -> "Backbone | None":
-    """The backbone that was asked for; None: the store's own. `hint` says what to do when there is neither."""
+def requested_backbone(
+    store: str, name: str | None, weights: str | None, pretrained: bool, remedy: str
+) -> "Backbone | None":
+    """Return the backbone that the options name, or None for the store's own; an error ends with `remedy`."""
     from bitgraft.store import Backbone, Store
 
     if name is not None:
         return Backbone(name, weights, pretrained)
     if not Store.exists(store):
-        raise typer.BadParameter(f"there is no store at {store} yet: {hint}")
+        raise typer.BadParameter(f"there is no store at {store} yet: {remedy}")
     return None if weights is None else Backbone(Store(store).backbone.name, weights, pretrained)
 
 
-def chosen_tasks(store: str, asked: Sequence[str] | None, every: bool) -> list[str]:
-    """The tasks named by --task, or all; a store's only task need not be named."""
+def chosen_tasks(store: str, named: Sequence[str] | None, all_tasks: bool) -> list[str]:
+    """Return the tasks given by --task or --all-tasks; a store's only task need not be named."""
     from bitgraft.store import Store
 
-    there = Store(store).names()
-    if every and asked:
-        raise typer.BadParameter("--task and --all-tasks exclude each other")
-    if asked:
-        return list(dict.fromkeys(asked))
-    if not there:
+    known = Store(store).names()
+    if all_tasks and named:
+        raise typer.BadParameter("give either --task or --all-tasks, not both")
+    if named:
+        return list(dict.fromkeys(named))
+    if not known:
         raise typer.BadParameter(f"the store at {store} has no tasks yet")
-    if every or len(there) == 1:
-        return there
-    raise typer.BadParameter(f"give --task NAME or --all-tasks; the store has {', '.join(there)}")
-
-
-def several_tasks(store: str) -> bool:
-    from bitgraft.store import Store
-
-    return len(Store(store).names()) > 1
+    if all_tasks or len(known) == 1:
+        return known
+    raise typer.BadParameter(f"give --task NAME or --all-tasks; the store has {', '.join(known)}")
 
 
 def network_with(store: str, names: Sequence[str], device: str = "cpu") -> "Network":
-    """The store's network with these tasks in it, in evaluation mode, on a device."""
+    """Return the store's network with these tasks, in evaluation mode, on a device."""
     from bitgraft.store import Store
 
     opened = Store(store)
-    net = _on(opened.network().eval(), device)
+    net = opened.network().eval()
+    try:
+        net.to(device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch raises any of them without the device
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise typer.BadParameter(f"--device {device} does not work here: {reason}") from error
     for name in names:
-        if name != net.original and name not in net.tasks:  # another task may have needed it
+        if name != net.original and name not in net.tasks:  # a task loads those it depends on
             opened.load(net, name)
     return net
 
 
-def _on(net: "Network", device: str) -> "Network":
-    try:
-        return net.to(device)
-    except (RuntimeError, AssertionError, NotImplementedError) as fault:  # no such device, or none here
-        reason = str(fault).partition("\n")[0].rstrip(".")
-        raise typer.BadParameter(f"--device {device} does not work here: {reason}") from fault
-
-
 def by_role(given: Sequence[str] | None, option: str) -> dict[str, float]:
-    """ROLE=VALUE pairs; a value alone is for every role."""
+    """Parse ROLE=VALUE pairs; a value alone applies to every role."""
     from bitgraft.training.config import ROLES
 
     values: dict[str, float] = {}
@@ -109,7 +107,7 @@ def by_role(given: Sequence[str] | None, option: str) -> dict[str, float]:
         except ValueError:
             raise typer.BadParameter(f"{option} {text}: give ROLE=NUMBER, as in {option} k=3e-3") from None
         if not 0 <= number < float("inf"):
-            raise typer.BadParameter(f"{option} {text}: the number must not be negative")
+            raise typer.BadParameter(f"{option} {text}: the number must be finite and not negative")
         if role and role not in ROLES:
             raise typer.BadParameter(f"{option} {text}: there is no role {role!r}; roles are {', '.join(ROLES)}")
         values |= {role: number} if role else dict.fromkeys(ROLES, number)
@@ -117,14 +115,14 @@ def by_role(given: Sequence[str] | None, option: str) -> dict[str, float]:
 
 
 def method_options(
-    method: str, given: Sequence[str] | None, preset: str | None = None, filed: Mapping[str, Any] | None = None
+    method: str, given: Sequence[str] | None, preset: str | None = None, from_file: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """NAME=VALUE pairs on top of a file's and the preset's own, checked against the method; values may be JSON."""
+    """Return the preset's options, updated by a file's and then by NAME=VALUE pairs, checked by the method."""
     from bitgraft.errors import TaskError
     from bitgraft.methods import registry
     from bitgraft.methods.preset_options import OPTIONS, preset_options
 
-    options = preset_options(preset if preset in OPTIONS else None, method) | dict(filed or {})
+    options = preset_options(preset if preset in OPTIONS else None, method) | dict(from_file or {})
     for text in given or ():
         name, equals, value = text.partition("=")
         if not equals:
@@ -132,12 +130,13 @@ def method_options(
         options[name] = _value(value)
     try:
         registry.get(method).with_options(options)
-    except (TaskError, TypeError) as fault:
-        raise typer.BadParameter(str(fault)) from fault
+    except (TaskError, TypeError) as error:
+        raise typer.BadParameter(str(error)) from error
     return options
 
 
 def _value(text: str) -> Any:
+    """Parse JSON, True, False, yes or no; anything else is a string."""
     words = {"True": True, "False": False, "yes": True, "no": False}
     try:
         return words[text] if text in words else json.loads(text)

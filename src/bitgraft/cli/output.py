@@ -1,15 +1,17 @@
-"""What commands print: tables for people, plain and uncut through a pipe, and JSON for machines."""
+"""What commands print: tables for people, which a pipe never cuts, and JSON for programs."""
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
+
+import typer
 
 USAGE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
 
 
 def console(stream: TextIO, **options: Any) -> Any:
-    """Through a pipe it is so wide that no name is ever cut or folded."""
+    """Return a rich console; through a pipe it is wide enough that no name is cut or folded."""
     from rich.console import Console
 
     terminal = stream.isatty()
@@ -18,12 +20,23 @@ def console(stream: TextIO, **options: Any) -> Any:
 
 
 def show(as_json: bool, data: Any, *parts: Any) -> None:
-    """Print the data as JSON, or the parts (text and tables) with an empty line between them."""
+    """Print the data as JSON, or the parts (text and tables) separated by empty lines."""
     if as_json:
         print(json.dumps(data, indent=2, allow_nan=False))
-        return
-    if parts:
+    elif parts:
         print("\n\n".join(part if isinstance(part, str) else _rendered(part) for part in parts))
+
+
+def show_images(
+    as_json: bool, data: list[dict[str, Any]], errors: Mapping[str, str], columns: list[str], rows: list[Any]
+) -> None:
+    """Print the results of the images, then one error per image without a result; exit with 1 if there are any."""
+    data = data + [{"image": path, "error": reason} for path, reason in errors.items()]
+    show(as_json, data, *[table(columns, rows)] * bool(rows))
+    for reason in errors.values():
+        print(f"error: {reason}", file=sys.stderr)
+    if errors:
+        raise typer.Exit(FAILURE)
 
 
 def _rendered(table: Any) -> str:
@@ -34,7 +47,7 @@ def _rendered(table: Any) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Any:
-    """A column whose heading ends in ">" is aligned to the right; whole numbers get their commas."""
+    """Return a rich table; a heading that ends in ">" aligns its column to the right, and integers get commas."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

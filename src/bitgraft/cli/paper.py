@@ -1,4 +1,4 @@
-"""`bitgraft demo`, `bench`, `report`, `score` and `data`: what papers need."""
+"""`bitgraft demo`, `bench`, `report`, `score` and `data`: benchmarks and their reports."""
 
 import os
 import sys
@@ -8,13 +8,13 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from bitgraft.cli.app import app, command
+from bitgraft.cli.app import app, command, count, flag, setting
 from bitgraft.cli.options import AsJson, Pretrained, Root, Suite, Weights, Workers
 from bitgraft.cli.output import FAILURE, console, show, table
 
-BASELINE = "The baseline of S [the suite's row, or the challenge's]."
-SUBMISSION = "Write the test answers of one row, in the challenge's format."
-data_app = typer.Typer(help="The data sets of a suite.", rich_markup_mode=None, no_args_is_help=True)
+BASELINE = "The baseline of the score S [the suite's row, or the challenge's]."
+SUBMISSION = "Write the test predictions of one row in the challenge's format."
+data_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(data_app, name="data")
 
 
@@ -22,12 +22,12 @@ app.add_typer(data_app, name="data")
   bitgraft demo
   bitgraft demo --folder my-demo""")
 def demo(
-    folder: Annotated[str, Option(metavar="DIR", help="For its store and report.html; made anew each time.")] = "demo",
+    folder: Annotated[str, setting("DIR", "Where to write the store and report.html; replaced on each run.")] = "demo",
 ) -> None:
-    """Give a pretrained network two tasks, and compare five methods on one of them.
+    """Add two tasks to a pretrained network, and compare five methods.
 
-    Takes less than five minutes on two idle cores and ends with a page, report.html. Needs the packages of
-    `pip install '.[demo]'`, in a clone of bitgraft.
+    Takes less than five minutes on two idle cores and writes a page, report.html. First run `pip install '.[demo]'` in
+    a clone of bitgraft.
     """
     from bitgraft.paper.demo import run
 
@@ -42,34 +42,34 @@ def demo(
 def bench(
     suite: Suite = "",
     root: Root = Path(),
-    runs: Annotated[Path | None, Option(metavar="DIR", help="For task files and records [runs/SUITE].")] = None,
-    records: Annotated[Path | None, Option(metavar="FILE", help="Records of an earlier report: done already.")] = None,
+    runs: Annotated[Path | None, setting("DIR", "Where to write task files and records [runs/SUITE].")] = None,
+    records: Annotated[Path | None, setting("FILE", "Records of an earlier report, whose runs are skipped.")] = None,
     rows: Annotated[str | None, Option("--rows", "--methods", metavar="A,B", help="Only these rows.")] = None,
-    datasets: Annotated[str | None, Option(metavar="A,B", help="Only these data sets.")] = None,
-    seeds: Annotated[str | None, Option(metavar="0,1,2", help="Instead of the suite's own.")] = None,
-    backbone: Annotated[str | None, Option(metavar="NAME", help="Instead of the suite's own.")] = None,
+    datasets: Annotated[str | None, setting("A,B", "Only these data sets.")] = None,
+    seeds: Annotated[str | None, setting("0,1,2", "Seeds [the suite's].")] = None,
+    backbone: Annotated[str | None, setting("NAME", "The backbone [the suite's].")] = None,
     weights: Weights = None,
     pretrained: Pretrained = True,
-    jobs: Annotated[int, Option(min=1, help="Runs at a time.")] = 1,
-    threads: Annotated[int | None, Option(min=1, help="Per run [the cores divided by --jobs].")] = None,
+    jobs: Annotated[int, count("Runs in parallel.")] = 1,
+    threads: Annotated[int | None, count("Threads per run [cores / --jobs].")] = None,
     workers: Workers = 0,
-    train_on_val: Annotated[bool, Option("--train-on-val", help="Devkit domains: train on train and val.")] = False,
-    submission: Annotated[Path | None, Option(metavar="FILE", help=SUBMISSION)] = None,
-    plan: Annotated[bool, Option("--plan", help="List the runs that are left and exit.")] = False,
-    known: Annotated[bool, Option("--list", help="List the built-in suites and exit.")] = False,
+    train_on_val: Annotated[bool, flag("--train-on-val", "Train on train and val (devkit domains).")] = False,
+    submission: Annotated[Path | None, setting("FILE", SUBMISSION)] = None,
+    plan: Annotated[bool, flag("--plan", "List the remaining runs and exit.")] = False,
+    list_suites: Annotated[bool, flag("--list", "List the built-in suites and exit.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run what is left of a suite, with a record of each run.
+    """Run the remaining runs of a benchmark suite.
 
-    A suite is a grid: every row on every data set with every seed. A run with a record never runs again, so the same
-    command goes on after a kill, and runs what was added. A run that fails does not hold up the others.
+    A suite is a grid: every row on every data set with every seed. Each run leaves a record and is never repeated, so
+    the same command continues after a kill and runs what was added. A failed run does not stop the others.
     """
     from bitgraft.paper.bench import reading
 
-    if known:
-        held = reading.contents()
-        data = {n: {"title": one["title"], "rows": [row["row"] for row in one["rows"]]} for n, one in held.items()}
-        lines = [f"{n:24}{s['title']}: {len(s['datasets'])} data sets, {len(s['rows'])} rows" for n, s in held.items()]
+    if list_suites:
+        found = reading.contents()
+        data = {n: {"title": s["title"], "rows": [row["row"] for row in s["rows"]]} for n, s in found.items()}
+        lines = [f"{n:24}{s['title']}: {len(s['datasets'])} data sets, {len(s['rows'])} rows" for n, s in found.items()]
         show(as_json, data, "\n".join(lines))
         return
     if not suite:
@@ -87,7 +87,7 @@ def bench(
     parts = [whole.name, backbone or "", "train-on-val" if train_on_val else ""]
     folder = runs or Path("runs") / "-".join(filter(None, parts))
     if submission is not None and len(chosen.rows) != 1:
-        raise typer.BadParameter("--submission is for one row: name it with --rows")
+        raise typer.BadParameter("--submission takes one row: name it with --rows")
     if records is not None:
         runner.adopt(records, folder)
     if plan:
@@ -112,12 +112,12 @@ def bench(
     for cell, fault in failed.items():
         typer.echo(f"error: {cell}: {fault}", err=True)
     if board.left:
-        typer.echo(f"error: {len(board.left)} runs need the backbone, which could not be trained", err=True)
+        typer.echo(f"error: {len(board.left)} runs need the backbone, whose training failed", err=True)
     if failed:
         raise typer.Exit(FAILURE)
     if submission is not None:
         count = write_submission(chosen, root, folder, submission)
-        typer.echo(f"{count:,} answers in {submission}", err=True)
+        typer.echo(f"wrote {count:,} predictions to {submission}", err=True)
 
 
 def _words(text: str | None) -> list[str]:
@@ -128,7 +128,7 @@ def _numbers(text: str | None) -> list[int]:
     try:
         return [int(word) for word in _words(text)]
     except ValueError:
-        raise typer.BadParameter(f"--seeds {text}: give whole numbers, as in --seeds 0,1,2") from None
+        raise typer.BadParameter(f"--seeds {text}: give whole numbers separated by commas, such as 0,1,2") from None
 
 
 @command("""
@@ -136,46 +136,48 @@ def _numbers(text: str | None) -> list[int]:
   bitgraft report docs/results/decathlon/records.jsonl --baseline finetune --output other
   bitgraft report runs/quick-grid --validation --json""")
 def report(
-    runs: Annotated[Path, Argument(metavar="RUNS", help="A folder of records, at any depth, or a records.jsonl.")],
-    out: Annotated[Path | None, Option("--output", "--out", metavar="DIR", help="[RUNS/report]")] = None,
-    published: Annotated[bool, Option("--published", help="Add the paper's rows.")] = False,
-    selected: Annotated[bool, Option("--selected", help="The best epoch on validation, not the last.")] = False,
-    validation: Annotated[bool, Option("--validation", help="Validation accuracies, to choose settings by.")] = False,
-    baseline: Annotated[str | None, Option(metavar="ROW|FILE", help=BASELINE)] = None,
+    runs: Annotated[Path, Argument(metavar="RUNS", help="A folder with records at any depth, or a records.jsonl.")],
+    out: Annotated[Path | None, Option("--output", "--out", metavar="DIR", help="Output folder [RUNS/report].")] = None,
+    published: Annotated[bool, flag("--published", "Add the paper's rows.")] = False,
+    selected: Annotated[bool, flag("--selected", "Use the best epoch on validation, not the last.")] = False,
+    validation: Annotated[bool, flag("--validation", "Show validation accuracies, for choosing settings.")] = False,
+    baseline: Annotated[str | None, setting("ROW|FILE", BASELINE)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a benchmark's tables and figures.
 
-    Accuracy by data set with the size of all tasks, decathlon scores, cost, and the ablation, in Markdown, LaTeX
-    and HTML; figures as PNG; and the records in one file, records.jsonl, which this command reads as well. The best
-    method of each data set is bold, the second underlined.
+    The tables (accuracy and size, decathlon scores, cost, ablation) are in Markdown, LaTeX and HTML, the figures in
+    PNG. All records go into one file, records.jsonl, which this command can also read. The best method on each data set
+    is bold, the second best underlined.
     """
     from bitgraft.paper.report.render import markdown
     from bitgraft.paper.report.write import usual_place, write_report
 
     if validation and published:
-        raise typer.BadParameter("--validation and --published exclude each other: the paper's are test accuracies")
+        raise typer.BadParameter(
+            "give either --validation or --published, not both: the paper has test accuracies only"
+        )
     what: dict[str, Any] = {"published": published, "selected": selected, "validation": validation}
     written = write_report(runs, out or usual_place(runs), baseline=baseline, **what)
     files = [str(file) for file in written.files]
     data = {"files": files, "tables": [table.plain() for table in written.tables]}
-    show(as_json, data, *map(markdown, written.tables), "\n  ".join(["Written:", *files]))
+    show(as_json, data, *map(markdown, written.tables), "\n  ".join(["Wrote:", *files]))
     if not written.drawn:
-        typer.echo("no figures were drawn, since matplotlib is not installed: pip install matplotlib", err=True)
+        typer.echo("no figures: matplotlib is not installed; run pip install matplotlib", err=True)
 
 
 @command("""
   bitgraft score results.json --annotations decathlon/annotations
   bitgraft score results.json --annotations decathlon/annotations --baseline mine.toml""")
 def score(
-    file: Annotated[Path, Argument(metavar="FILE", help="The submission, a JSON file.")],
-    annotations: Annotated[Path, Option(metavar="DIR", help="The folder of <domain>_test.json, with labels.")],
-    baseline: Annotated[Path | None, Option(metavar="FILE", help="Baseline errors in TOML [the challenge's].")] = None,
+    file: Annotated[Path, Argument(metavar="FILE", help="The submission (JSON).")],
+    annotations: Annotated[Path, setting("DIR", "The folder of <domain>_test.json files with labels.")],
+    baseline: Annotated[Path | None, setting("FILE", "Baseline errors (TOML) [the challenge's].")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Score a submission to the Visual Decathlon.
 
-    Accuracy and S of each domain, and the total. S is 250 for the baseline and 1000 for no errors.
+    Prints the accuracy and the score S of each domain and overall. S is 250 for the baseline and 1000 without errors.
     """
     from bitgraft.paper import scores
 
@@ -195,28 +197,30 @@ def score(
     ]
     images, correct = (sum(getattr(one, part) for one in scored.domains) for part in ("images", "correct"))
     rows.append(("all", images, correct, f"{100 * scored.accuracy:.2f}", "", f"{scored.total:.1f}"))
-    told = f"Accuracies in per cent, the last one their mean over the domains; baselines: {baselines.source}."
+    note = f"Accuracy in per cent; the last row is the mean over domains. Baselines: {baselines.source}."
     if scored.absent:
-        told += f"\nS is over {len(scored.domains)} domains; missing: {', '.join(scored.absent)}."
-    show(as_json, data, table(["domain", "images>", "right>", "accuracy>", "baseline>", "S>"], rows), told)
+        note += f"\nThe total S is over {len(scored.domains)} domains; missing: {', '.join(scored.absent)}."
+    show(as_json, data, table(["domain", "images>", "right>", "accuracy>", "baseline>", "S>"], rows), note)
 
 
-@data_app.callback()
-def data() -> None:
-    """The data sets of a suite."""
+@data_app.callback(invoke_without_command=True)
+def data(context: typer.Context) -> None:
+    """Check the data sets of a suite."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
-CHECKS = """
+@command(
+    """
   bitgraft data check decathlon --root data
-  bitgraft data check my-suite.toml --root data --json"""
-
-
-@command(CHECKS, to=data_app)
+  bitgraft data check my-suite.toml --root data --json""",
+    to=data_app,
+)
 def check(suite: Suite, root: Root = Path(), as_json: AsJson = False) -> None:
-    """Check each data set of a suite: images of each split, classes, checksums.
+    """Check the images, classes and checksums of a suite's data sets.
 
-    For one that is missing or different: what is wrong, where it comes from and which files are read. The exit code is
-    then 1.
+    For a data set that is missing or different, prints the fault, its source and the files that are read; the exit code
+    is then 1.
     """
     from bitgraft.paper.bench.check import check_suite, layout, unchecked
     from bitgraft.paper.bench.reading import load_suite
@@ -226,10 +230,10 @@ def check(suite: Suite, root: Root = Path(), as_json: AsJson = False) -> None:
         faults, gone, read = list(found), unchecked(dataset, root), layout(dataset)
         about = {"faults": faults, "layout": read, "source": dataset.source, "unchecked": gone}
         report[name] = {"ready": not faults, **about}
-        told = ["ready" + (f"; not here to be checked: {', '.join(gone)}" if gone else "")]
+        said = ["ready" + (f"; missing, so not checked: {', '.join(gone)}" if gone else "")]
         if faults:
-            told = [*faults, *([f"from: {dataset.source}"] if dataset.source else []), f"read as: {read}"]
-        lines += [f"{'' if number else name:16}{line}" for number, line in enumerate(told)]
+            said = [*faults, *([f"source: {dataset.source}"] if dataset.source else []), f"files: {read}"]
+        lines += [f"{'' if number else name:16}{line}" for number, line in enumerate(said)]
     show(as_json, report, "\n".join(lines))
     if not all(one["ready"] for one in report.values()):
         raise typer.Exit(FAILURE)

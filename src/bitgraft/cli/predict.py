@@ -1,4 +1,4 @@
-"""`bitgraft predict` and `eval`: the answers of tasks in a store to images, and how many of them are right."""
+"""`bitgraft predict` and `eval`: classify images with tasks of a store, and measure accuracy."""
 
 import sys
 from collections import Counter
@@ -8,12 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-import typer
 from typer import Argument, Option
 
 from bitgraft.cli import options as opt
-from bitgraft.cli.app import command
-from bitgraft.cli.output import FAILURE, percent, show, table
+from bitgraft.cli.app import command, count, flag
+from bitgraft.cli.images import UNKNOWN, identified, image_files
+from bitgraft.cli.output import percent, show, show_images, table
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,12 +22,11 @@ if TYPE_CHECKING:
     from bitgraft.data.preprocessing import Preprocessing
     from bitgraft.network import Network
 
-Made = TypeVar("Made")
-BATCH = 8  # images at a time: on a CPU more are no faster
+Batch = TypeVar("Batch")
+BATCH = 8  # images; larger batches are no faster on a CPU
 READERS = 2  # threads that decode images
-EVALUATE = """
-  bitgraft eval photos --task flowers
-  bitgraft eval photos --task flowers --split val --by-class --json"""
+COLUMNS = ["image", "task", "class", "probability>"]
+ROUTE = 3  # tasks to list for an image whose task is not given
 
 
 @command("""
@@ -36,85 +35,64 @@ EVALUATE = """
   bitgraft predict photos/ --all-tasks --top 1 --json
   bitgraft predict rose.jpg --task original""")
 def predict(
-    images: Annotated[list[str], Argument(metavar="IMAGE", help="Image files, or folders of them.")],
+    images: opt.ImageFiles,
     task: opt.TaskNames = None,
     all_tasks: opt.AllTasks = False,
     store: opt.StoreFolder = opt.STORE,
-    top: Annotated[int, Option(min=1, help="How many classes for each image.")] = 5,
+    top: Annotated[int, count("Classes to list for each image.")] = 5,
     device: opt.Device = "cpu",
     engine: opt.Engine = "auto",
     as_json: opt.AsJson = False,
 ) -> None:
-    """Classify images with one task, several or all; without a name, with the task that each belongs to.
+    """Classify images.
 
-    The backbone's own task is `original`. A file that cannot be read is named, and the exit code is then 1.
+    Without --task, in a store of several tasks, each image is classified by the task it belongs to. `--task original`
+    is the backbone's own task. Unreadable files are reported, and the exit code is then 1.
     """
-    if not task and not all_tasks and opt.several_tasks(store):
-        _find_and_answer(images, store, device, top, as_json)
+    from bitgraft.store import Store
+
+    if not task and not all_tasks and len(Store(store).names()) > 1:
+        found, errors = identified(images, store, device, classes=top, tasks=ROUTE)
+        data = [{"image": path, **one} for path, one in found.items()]
+        rows = _rows({path: {one["task"] or UNKNOWN: one["answers"] or [None]} for path, one in found.items()})
+        show_images(as_json, data, errors, COLUMNS, rows)
         return
     names = opt.chosen_tasks(store, task, all_tasks)
-    files, faults = image_files(images)
+    files, errors = image_files(images)
     net, answers = opt.network_with(store, names, device), {path: dict[str, Any]() for path in files}
     for name in names:
-        for path, best in _run(net, name, [path for path in files if path not in faults], top, engine, faults):
+        for path, best in _run(net, name, [path for path in files if path not in errors], top, engine, errors):
             answers[path][name] = best
-    answers = {path: by_task for path, by_task in answers.items() if path not in faults}
-    good = [{"image": path, "tasks": by_task} for path, by_task in answers.items()]
-    data = good + [{"image": path, "error": reason} for path, reason in faults.items()]
-    show(as_json, data, *[table(["image", "task", "class", "probability>"], _rows(answers))] * bool(answers))
-    for reason in faults.values():
-        print(f"error: {reason}", file=sys.stderr)
-    if faults:
-        raise typer.Exit(FAILURE)
-
-
-def image_files(given: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Every image, folders searched; and the folders without any."""
-    from bitgraft.data.folders import SUFFIXES
-
-    files, faults = [], {}
-    for text in given:
-        path = Path(text)
-        found = [str(p) for p in sorted(path.rglob("*")) if p.suffix.lower() in SUFFIXES] if path.is_dir() else [text]
-        if not found:
-            faults[text] = f"there is no image in {text}"
-        files += found
-    return list(dict.fromkeys(files)), faults
-
-
-def _find_and_answer(images: list[str], store: str, device: str, top: int, as_json: bool) -> None:
-    """Each image's answers from the task that it belongs to."""
-    from bitgraft.cli.identify import UNKNOWN, found_in, report
-
-    found, faults = found_in(images, store, device, top, 3)
-    data = [{"image": path, **one} for path, one in found.items()]
-    rows = _rows({path: {one["task"] or UNKNOWN: one["answers"] or [None]} for path, one in found.items()})
-    report(as_json, data, faults, ["image", "task", "class", "probability>"], rows)
+    answers = {path: by_task for path, by_task in answers.items() if path not in errors}
+    data = [{"image": path, "tasks": by_task} for path, by_task in answers.items()]
+    show_images(as_json, data, errors, COLUMNS, _rows(answers))
 
 
 def _run(
-    net: "Network", name: str, files: Sequence[str], top: int, engine: opt.EngineName, faults: dict[str, str]
+    net: "Network", name: str, files: Sequence[str], top: int, engine: opt.EngineName, errors: dict[str, str]
 ) -> Iterator[Any]:
-    """Each readable file with its likeliest classes; the others become faults."""
+    """Yield each readable file with its likeliest classes; add the others to `errors`."""
     import torch
 
     from bitgraft.workflows.prediction import best, preprocessing_of, probabilities
 
     scores = _scores(net, name, engine, len(files))
     classes = None if name == net.original else net.tasks[name].classes
-    for read in _read(files, preprocessing_of(net, name), faults):
+    for read in _read(files, preprocessing_of(net, name), errors):
         for path, row in zip(read, probabilities(scores(torch.stack(list(read.values())))), strict=True):
             yield path, best(row, classes, top)
 
 
 def _scores(net: "Network", name: str, engine: opt.EngineName, images: int) -> "Callable[[Tensor], Tensor]":
+    """Return the function that computes the task's scores."""
     import torch
 
-    from bitgraft.workflows.prediction import choose_engine, torch_scores
+    from bitgraft.runtime.engines import Session
+    from bitgraft.workflows.prediction import choose_engine
 
     scores, reason = choose_engine(net, name, engine, images, _threads())
-    if getattr(scores, "func", None) is not torch_scores:
-        torch.set_num_threads(1)  # the session has threads of its own: those of torch would wait for work beside them
+    if isinstance(scores, Session):
+        torch.set_num_threads(1)  # idle torch threads would compete with the session's own
     if reason:
         print(f"note: {name} runs on PyTorch: {reason}", file=sys.stderr)
     return scores
@@ -122,44 +100,44 @@ def _scores(net: "Network", name: str, engine: opt.EngineName, images: int) -> "
 
 @cache
 def _threads() -> int:
-    """What torch has at first: it gets one thread once a session has these."""
+    """Return torch's number of threads at the first call, before `_scores` changes it."""
     import torch
 
     return torch.get_num_threads()
 
 
-def _read(files: Sequence[str], wanted: "Preprocessing", faults: dict[str, str]) -> "Iterator[dict[str, Tensor]]":
-    """Batches of readable files as the network takes them. The next batch is decoded while one is used."""
+def _read(files: Sequence[str], wanted: "Preprocessing", errors: dict[str, str]) -> "Iterator[dict[str, Tensor]]":
+    """Yield batches of preprocessed images; the next batch is decoded while one is in use."""
     from bitgraft.data.preprocessing import evaluation_tensor
     from bitgraft.errors import DataError
 
     def tensor(path: str) -> "Tensor | DataError":
         try:
             return evaluation_tensor(Path(path), wanted)
-        except DataError as fault:
-            return fault
+        except DataError as error:
+            return error
 
     def batch(start: int) -> "list[tuple[str, Tensor | DataError]]":
         return [(path, tensor(path)) for path in files[start : start + BATCH]]
 
     for read in _ahead(batch, range(0, len(files), BATCH)):
-        faults |= {path: str(fault) for path, fault in read if isinstance(fault, DataError)}
+        errors |= {path: str(error) for path, error in read if isinstance(error, DataError)}
         if good := {path: pixels for path, pixels in read if not isinstance(pixels, DataError)}:
             yield good
 
 
-def _ahead(load: Callable[[int], Made], starts: Sequence[int]) -> Iterator[Made]:
-    """What `load` makes of each, in order; the next ones are made while one is used."""
+def _ahead(load: Callable[[int], Batch], starts: Sequence[int]) -> Iterator[Batch]:
+    """Yield `load(start)` for each start, in order; threads load the next ones meanwhile."""
     with ThreadPoolExecutor(READERS) as readers:
-        made = [readers.submit(load, start) for start in starts[:READERS]]
-        for later in [*starts[READERS:], *[None] * len(made)]:
-            yield made.pop(0).result()
+        loading = [readers.submit(load, start) for start in starts[:READERS]]
+        for later in [*starts[READERS:], *[None] * len(loading)]:
+            yield loading.pop(0).result()
             if later is not None:
-                made.append(readers.submit(load, later))
+                loading.append(readers.submit(load, later))
 
 
 def _rows(answers: dict[str, dict[str, Any]]) -> list[tuple[str, str, str, str]]:
-    """The image and the task are named on their first line only."""
+    """Return table rows that name the image and the task on their first line only."""
     rows = []
     for path, by_task in answers.items():
         for t, (task, best) in enumerate(by_task.items()):
@@ -169,16 +147,21 @@ def _rows(answers: dict[str, dict[str, Any]]) -> list[tuple[str, str, str, str]]
     return rows
 
 
-@command(EVALUATE, name="eval")
+@command(
+    """
+  bitgraft eval photos --task flowers
+  bitgraft eval photos --task flowers --split val --by-class --json""",
+    name="eval",
+)
 def evaluate(
-    data: Annotated[str, Argument(metavar="DATA", help="A data set, named as for `bitgraft train`.")],
+    data: Annotated[str, Argument(metavar="DATA", help="A data set, as for `bitgraft train`.")],
     task: opt.TaskName,
     store: opt.StoreFolder = opt.STORE,
-    split: Annotated[Literal["train", "val", "test"], Option(help="Which of its images.")] = "test",
-    by_class: Annotated[bool, Option("--by-class", help="Also for each class.")] = False,
-    union: Annotated[bool, Option("--union", help="Among the classes of all tasks, the task not being told.")] = False,
-    batch: Annotated[int, Option(min=1, help="Images at a time.")] = 128,
-    seed: Annotated[int, Option(min=0, help="The seed of training, if training split the data.")] = 0,
+    split: Annotated[Literal["train", "val", "test"], Option(help="The images to use.")] = "test",
+    by_class: Annotated[bool, flag("--by-class", "Add the accuracy of each class.")] = False,
+    union: Annotated[bool, flag("--union", "Choose among the classes of all tasks.")] = False,
+    batch: Annotated[int, count("Images per batch.")] = 128,
+    seed: opt.SplitSeed = 0,
     workers: opt.Workers = 0,
     device: opt.Device = "cpu",
     engine: opt.Engine = "auto",
@@ -186,11 +169,11 @@ def evaluate(
 ) -> None:
     """Measure a task's accuracy on labelled images.
 
-    Classes are matched by name; the data may have fewer than the task.
+    Classes are matched by name; the data may lack some of the task's classes.
     """
     from bitgraft.data.splits import open_data
     from bitgraft.store import Store
-    from bitgraft.workflows.train_task import labelled
+    from bitgraft.training.inputs import labelled
 
     classes = Store(store).archive(task).metadata.classes or ()
     images = labelled(open_data(data, seed=seed), split, classes, f"task {task!r}")
@@ -216,7 +199,7 @@ def evaluate(
 def _evaluate_union(
     store: str, task: str, images: "Images", batch: int, device: str, workers: int, data: str, as_json: bool
 ) -> None:
-    """How often the task and the class are right if nobody says which task it is."""
+    """Print the accuracy when the task of an image is not given."""
     from bitgraft.store import Store
     from bitgraft.workflows.identification import evaluate_union
 
@@ -224,8 +207,8 @@ def _evaluate_union(
     found = evaluate_union(net, task, images, batch=batch, workers=workers)
     said = (
         f"{task} on {data}, {len(images):,} images, among {len(net.classes()):,} classes of {found['tasks']} tasks: "
-        f"class right {percent(found['accuracy'])}, with the task told {percent(found['told_accuracy'])}; "
-        f"task right {percent(found['task_accuracy'])}; called unknown {percent(found['unknown'])}"
+        f"accuracy {percent(found['accuracy'])}, with the task given {percent(found['told_accuracy'])}; "
+        f"task right {percent(found['task_accuracy'])}; unknown {percent(found['unknown'])}"
     )
     show(as_json, {"data": data, "task": task, "images": len(images), **found}, said)
 
@@ -233,7 +216,7 @@ def _evaluate_union(
 def _right(
     net: "Network", task: str, images: "Images", batch: int, workers: int, scores: "Callable[[Tensor], Tensor]"
 ) -> "Counter[int]":
-    """How many images of each class the task gets right."""
+    """Count the correct answers by class."""
     from torch.utils.data import DataLoader, default_collate
 
     from bitgraft.data.dataset import ImageDataset
@@ -245,8 +228,8 @@ def _right(
     with one_sentence():
         if isinstance(scores, Session):
             batch = min(batch, BATCH)
-        places = range(len(data))
-        read = _ahead(lambda start: default_collate(data.__getitems__(places[start : start + batch])), places[::batch])
+        indices = range(len(data))
+        read = _ahead(lambda at: default_collate(data.__getitems__(indices[at : at + batch])), indices[::batch])
         for pixels, labels in DataLoader(data, batch_size=batch, num_workers=workers) if workers else read:
             right.update(labels[scores(pixels).argmax(1) == labels].tolist())
     return right

@@ -1,4 +1,4 @@
-"""`bitgraft serve`: every task of a store over HTTP."""
+"""`bitgraft serve`: serve every task of a store over HTTP."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 import typer
 from typer import Option
 
-from bitgraft.cli.app import command
-from bitgraft.cli.options import STORE, Engine, StoreFolder
+from bitgraft.cli.app import command, count, flag, number, setting
+from bitgraft.cli.options import STORE, Device, Engine, StoreFolder
 
 LogFormat = Literal["text", "json"]
 
@@ -19,38 +19,36 @@ LogFormat = Literal["text", "json"]
 def serve(
     context: typer.Context,
     store: StoreFolder = STORE,
-    host: Annotated[str, Option(help="The address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
-    workers: Annotated[int, Option(min=1, help="Processes; they share the backbone's memory.")] = 1,
-    threads: Annotated[int, Option(min=0, help="Threads that compute, per worker; 0 divides the cores.")] = 0,
-    turns: Annotated[int, Option(min=0, help="Batches at once, which divide the threads; 0: at most 4.")] = 0,
-    memory_budget: Annotated[str, Option(metavar="SIZE", help="Memory for computed weights, per worker.")] = "2GB",
-    max_batch: Annotated[int, Option(min=1, help="Images of one task that run in one turn.")] = 32,
-    max_wait_ms: Annotated[float, Option(min=0, help="How long an image waits for others of its task.")] = 0.0,
-    max_queue: Annotated[int, Option(min=1, help="Images waiting for one task; four times as many for all.")] = 64,
-    max_upload: Annotated[str, Option(metavar="SIZE", help="The largest request.")] = "20MB",
-    max_pixels: Annotated[int, Option(min=1, help="The largest image, checked before decoding.")] = 32_000_000,
-    patience: Annotated[float, Option(min=0.1, help="Seconds for a client to send a request.")] = 20.0,
-    grace: Annotated[float, Option(min=0, help="Seconds to finish accepted requests at the end.")] = 30.0,
-    poll: Annotated[float, Option(min=0.05, help="Seconds between checks for changed task files.")] = 1.0,
-    exact: Annotated[bool, Option("--exact", help="PyTorch, image by image: answers to the last bit.")] = False,
+    host: Annotated[str, setting("ADDRESS", "The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, metavar="N", help="The port; 0 picks a free one.")] = 8000,
+    workers: Annotated[int, count("Processes; they share the backbone's memory.")] = 1,
+    threads: Annotated[int, count("Compute threads per worker; 0 divides the cores.", least=0)] = 0,
+    turns: Annotated[int, count("Batches that run at once and share the threads; 0: up to 4.", least=0)] = 0,
+    memory_budget: Annotated[str, setting("SIZE", "Memory for computed weights, per worker.")] = "2GB",
+    max_batch: Annotated[int, count("Largest batch of one task's images.")] = 32,
+    max_wait_ms: Annotated[float, number("How long an image waits for a fuller batch.", 0, metavar="MS")] = 0.0,
+    max_queue: Annotated[int, count("Images queued per task; all tasks: four times that.")] = 64,
+    max_upload: Annotated[str, setting("SIZE", "Largest request.")] = "20MB",
+    max_pixels: Annotated[int, count("Largest image, checked before decoding.")] = 32_000_000,
+    patience: Annotated[float, number("Time for a client to send a request.", 0.1, metavar="SECONDS")] = 20.0,
+    grace: Annotated[float, number("Time to finish accepted requests at shutdown.", 0, metavar="SECONDS")] = 30.0,
+    poll: Annotated[float, number("Time between checks for changed task files.", 0.05, metavar="SECONDS")] = 1.0,
+    exact: Annotated[bool, flag("--exact", "PyTorch, one image at a time: bitwise reproducible answers.")] = False,
     engine: Engine = "auto",
-    pin: Annotated[
-        list[str] | None, Option(metavar="TASK", help="A task to keep ready from the start; repeatable.")
-    ] = None,
-    device: Annotated[str, Option(help="Where the network runs, as torch calls it.")] = "cpu",
-    api_key_file: Annotated[Path | None, Option(metavar="FILE", help="API keys, one per line.")] = None,
+    pin: Annotated[list[str] | None, setting("TASK", "A task to load at the start and keep ready; repeatable.")] = None,
+    device: Device = "cpu",
+    api_key_file: Annotated[Path | None, setting("FILE", "API keys, one per line.")] = None,
     admin_key_file: Annotated[
-        Path | None, Option(metavar="FILE", help="Keys that may add, replace and remove tasks over HTTP.")
+        Path | None, setting("FILE", "Keys that may change tasks over HTTP, one per line.")
     ] = None,
-    max_task: Annotated[str, Option(metavar="SIZE", help="The largest task file that may be added so.")] = "500MB",
-    log_format: Annotated[LogFormat, Option(help="json: one object per line, requests included.")] = "text",
-    otlp: Annotated[str, Option(metavar="URL", help="Send traces to this collector, by OTLP over HTTP.")] = "",
-    ray: Annotated[bool, Option("--ray", help="Deploy on Ray Serve, with --workers replicas.")] = False,
+    max_task: Annotated[str, setting("SIZE", "Largest task file that may be added over HTTP.")] = "500MB",
+    log_format: Annotated[LogFormat, Option(help="json: one object per line, including requests.")] = "text",
+    otlp: Annotated[str, setting("URL", "Send traces to this OTLP collector over HTTP.")] = "",
+    ray: Annotated[bool, flag("--ray", "Deploy on Ray Serve, with --workers replicas.")] = False,
 ) -> None:
     """Serve every task of a store over HTTP, with a page to try them.
 
-    Task files that are added, replaced or removed are picked up without a restart.
+    Changes to the store's task files take effect without a restart.
     """
     from bitgraft.errors import ServingError, how_to_install
 
@@ -74,7 +72,7 @@ def serve(
     }
     try:
         settings = Settings(**{**context.params, "pin": pin or ()}, **keys)  # the options have the settings' names
-    except ServingError as fault:
-        name, _, problem = str(fault).partition(" ")
-        raise typer.BadParameter(f"--{name.replace('_', '-')} {problem}") from fault
+    except ServingError as error:
+        name, _, problem = str(error).partition(" ")
+        raise typer.BadParameter(f"--{name.replace('_', '-')} {problem}") from error
     raise typer.Exit(run(settings))

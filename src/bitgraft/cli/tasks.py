@@ -1,12 +1,12 @@
-"""`bitgraft tasks` and `inspect`: what is in a store, and in a task file."""
+"""`bitgraft tasks` and `inspect`: show the contents of a store and of task files."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
-from bitgraft.cli.app import command
+from bitgraft.cli.app import command, flag, setting
 from bitgraft.cli.options import STORE, AsJson, StoreFolder
 from bitgraft.cli.output import megabytes, percent, show, table
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from bitgraft.format.summary import Summary
 
 HEADS = {
-    "classes": "a classifier in place of the backbone's",
+    "classes": "a classifier that replaces the backbone's",
     "linear": "a linear layer after the backbone",
-    "module": "a module of the user's",
+    "module": "a custom module",
     "keep": "the backbone's own",
-    "none": "none: the task gives features",
+    "none": "none: the task returns features",
 }
 
 
@@ -28,7 +28,7 @@ HEADS = {
 def tasks(store: StoreFolder = STORE, as_json: AsJson = False) -> None:
     """List the tasks of a store and their sizes.
 
-    A broken file is listed with the reason. The backbone is not built.
+    A broken file is listed with the reason.
     """
     from bitgraft.errors import BitgraftError, WrongBackboneError
     from bitgraft.store import Store
@@ -38,12 +38,12 @@ def tasks(store: StoreFolder = STORE, as_json: AsJson = False) -> None:
         try:
             found = opened.summary(name)
             if found.backbone != opened.fingerprint:
-                raise WrongBackboneError(f"{opened.path(name)} belongs to another backbone, {found.backbone[:12]}")
+                raise WrongBackboneError(f"{opened.path(name)} belongs to another backbone ({found.backbone[:12]})")
             row = found.listed(name, opened.size.weights)
             row["copy_bytes"] = opened.size.copy_bytes(found.bytes["head"])
             rows.append({**row, "leans_on": list(found.metadata.depends_on)})
-        except BitgraftError as fault:
-            rows.append({"name": name, "bytes": size, "error": str(fault)})
+        except BitgraftError as error:
+            rows.append({"name": name, "bytes": size, "error": str(error)})
     whole, together = 4 * opened.size.parameters, sum(row["bytes"] for row in rows)
     separate = whole + sum(row.get("copy_bytes", whole) for row in rows)
     report = {
@@ -83,15 +83,15 @@ def _cells(row: dict[str, Any]) -> list[Any]:
   bitgraft inspect flowers.safetensors --layers
   bitgraft inspect bitgraft-store/*.safetensors --figure masks.png""")
 def inspect(
-    files: Annotated[list[str], Argument(metavar="FILE", help="Task files. Their backbones are not needed.")],
-    layers: Annotated[bool, Option("--layers", help="Also the share of ones and k of each layer.")] = False,
+    files: Annotated[list[str], Argument(metavar="FILE", help="Task files; the backbone is not needed.")],
+    layers: Annotated[bool, flag("--layers", "Add the share of ones and k of each layer.")] = False,
     as_json: AsJson = False,
-    figure: Annotated[str | None, Option(metavar="OUT", help="Draw into this .png, .svg or .pdf instead.")] = None,
+    figure: Annotated[str | None, setting("OUT", "Draw a figure instead: .png, .svg or .pdf.")] = None,
 ) -> None:
-    """Show what is in task files.
+    """Show the contents of task files.
 
-    The method, classes, metrics and size of a task, and its bits per weight. The figure is the paper's last one: ones
-    by depth of layer, and k1, k2 and k3.
+    Prints the method, classes, metrics, size and bits per weight of each task. The figure is the paper's last one: the
+    share of ones by depth, and k1, k2 and k3.
     """
     if figure is not None:
         _draw(files, figure)
@@ -102,13 +102,12 @@ def inspect(
     for task in plain:
         parts.append(table(["task", task["name"]], [(fact, value) for fact, value in _facts(task) if value]))
         if task.get("layers"):
-            parts += [_layers(task["layers"]), "Layers are listed in the order in which data reaches them."]
+            parts += [_layers(task["layers"]), "Layers are in the order of the forward pass."]
     show(as_json, plain if len(plain) > 1 else plain[0], *parts)
 
 
 def _read(file: str, layers: bool) -> "Summary":
-    """Masks and k take torch to read."""
-    if layers:
+    if layers:  # masks and k need torch
         from bitgraft.format.inspect import inspect_file
 
         return inspect_file(file)
@@ -151,7 +150,7 @@ def _facts(task: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _layers(layers: list[dict[str, Any]]) -> Any:
-    """Without the columns that are empty for this method."""
+    """Return a table without the columns that are empty for this method."""
     masks, values = (any(layer[name] for layer in layers) for name in ("weights", "values"))
     ks = [k for k in ("k0", "k1", "k2", "k3") if any(k in layer for layer in layers)]
     rows: list[list[Any]] = []

@@ -1,4 +1,4 @@
-"""What `bitgraft train` does once its command line is understood, in one process or several."""
+"""Run `bitgraft train` in one process or several, once its options are parsed."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ from bitgraft.training.progress import Progress
 from bitgraft.workflows import train_jointly as jointly
 from bitgraft.workflows.train_task import Request, TrainData, TrainResult, check_free, open_request, open_store, train
 
-SELDOM = 100  # steps, at most, between the times that several processes ask each other whether to stop
+MAX_INTERVAL = 100  # most steps between two checks, by several processes, whether one of them is to stop
 
 
 def run(
@@ -38,53 +38,53 @@ def run(
     as_json: bool,
     resume: str,
 ) -> None:
-    """Train, and say how it went; `resume` is the command that continues an interrupted run."""
+    """Train and print the results; `resume` is the command that continues an interrupted run."""
     try:
         accelerator = Accelerator(mixed_precision=precision, cpu=not torch.accelerator.is_available())
-    except ValueError as fault:  # fp16 on a CPU, for one
-        raise TrainingError(f"--mixed-precision {precision} does not work here: {fault}") from fault
+    except ValueError as error:  # such as fp16 on a CPU
+        raise TrainingError(f"--mixed-precision {precision} does not work here: {error}") from error
     main = accelerator.is_main_process
     console = make_console(sys.stderr if as_json else sys.stdout, markup=False, soft_wrap=True, quiet=not main)
-    run_folder, name, work = _plan(folder, backbone, requests, console)
+    run_folder, name, train_all = _plan(folder, backbone, requests, console)
     callbacks: list[Callback] = [Progress(console)] if main else []
     if tensorboard and main:
         callbacks.append(TensorBoard(run_folder / "tensorboard"))
-    doing, tasks = "resuming" if requests[0].resume else "training", ", ".join(r.task for r in requests)
-    console.print(f"{doing} {tasks} by method {requests[0].method} on {name}")
+    verb, tasks = "resuming" if requests[0].resume else "training", ", ".join(r.task for r in requests)
+    console.print(f"{verb} {tasks} with method {requests[0].method} on {name}")
     if "RANK" in os.environ:
         resume += "  (under the same launcher)"
     with Interrupts(accelerator) as interrupts:
         try:
-            results = work(callbacks=[interrupts, *callbacks], accelerator=accelerator, stop=interrupts.stop)
+            results = train_all(callbacks=[interrupts, *callbacks], accelerator=accelerator, stop=interrupts.stop)
         except (StoppedError, KeyboardInterrupt):
             if main:
                 saved = runs.interrupted(run_folder)
-                how = f"; the state is saved. To resume:\n  {resume}" if saved else " before there was anything to save"
-                print(f"interrupted{how}", file=sys.stderr, flush=True)
+                rest = f"; the state is saved. To resume:\n  {resume}" if saved else " before the first checkpoint"
+                print(f"interrupted{rest}", file=sys.stderr, flush=True)
             raise typer.Exit(INTERRUPTED) from None
-        except BitgraftError as fault:
-            if runs.interrupted(run_folder) and "cannot write" in str(fault):
-                raise type(fault)(f"{fault}; the last state is saved, resume with `{resume}`") from fault
+        except BitgraftError as error:
+            if runs.interrupted(run_folder) and "cannot write" in str(error):
+                raise type(error)(f"{error}; the last state is saved, resume with `{resume}`") from error
             raise
-        except RuntimeError as fault:
-            lost = isinstance(fault, torch.distributed.DistError) or "gloo" in str(fault)
+        except RuntimeError as error:
+            lost = isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
             if accelerator.num_processes == 1 or not lost:
                 raise
-            raise TrainingError("another process has ended, and this one cannot continue without it") from fault
+            raise TrainingError("another process ended, and this one cannot continue without it") from error
     if main:
         _report(console, Store(folder), run_folder, results if isinstance(results, list) else [results], as_json)
     accelerator.end_training()
 
 
 def _plan(folder: str, backbone: Backbone | None, requests: list[Request], console: Console) -> tuple[Path, str, Any]:
-    """The folder of the run, the backbone's name, and what to call: `train` or, for a joint method, `train_jointly`."""
+    """Return the run's folder, the backbone's name, and `train` or `train_jointly` with its arguments bound."""
     first = requests[0]
     if registry.get(first.method).joint:
         jointly.check_new(folder, requests)
         if backbone is None:
-            raise TrainingError("name the backbone to train the tasks on with --backbone")
-        work = partial(jointly.train_jointly, folder, backbone, requests, data=_open(requests, console))
-        return jointly.run_folder(folder), backbone.name, work
+            raise TrainingError("joint training needs --backbone NAME")
+        train_all = partial(jointly.train_jointly, folder, backbone, requests, data=_open(requests, console))
+        return jointly.run_folder(folder), backbone.name, train_all
     if Store.exists(folder):
         check_free(Store(folder), first)
     (data,) = _open(requests, console)
@@ -103,7 +103,7 @@ def _open(requests: list[Request], console: Console) -> list[TrainData]:
         for warning in data.splits.warnings:
             console.print(f"warning: {warning}")
         if request.skip_bad:
-            console.print(f"skipped {len(data.skipped)} files that cannot be read{':' if data.skipped else ''}")
+            console.print(f"skipped {len(data.skipped)} unreadable files{':' if data.skipped else ''}")
         for path, reason in data.skipped:
             console.print(f"  {path}: {reason}")
     return opened
@@ -111,7 +111,7 @@ def _open(requests: list[Request], console: Console) -> list[TrainData]:
 
 def _report(console: Console, store: Store, run_folder: Path, results: list[TrainResult], as_json: bool) -> None:
     if as_json:
-        plain = [
+        reports = [
             {
                 "task": result.task.name,
                 "method": result.task.metadata.method,
@@ -125,46 +125,46 @@ def _report(console: Console, store: Store, run_folder: Path, results: list[Trai
             }
             for result in results
         ]
-        show(True, plain[0] if len(plain) == 1 else {"tasks": plain, "weights": store.backbone.weights})
+        show(True, reports[0] if len(reports) == 1 else {"tasks": reports, "weights": store.backbone.weights})
         return
     for result in results:
-        of = "" if len(results) == 1 else f" of {result.task.name}"
-        if said := _kept(result):
-            console.print(said)
+        of_task = "" if len(results) == 1 else f" of {result.task.name}"
+        if note := _kept_epoch(result):
+            console.print(note)
         if result.test is not None:
-            console.print(f"test accuracy{of} {percent(result.test['accuracy'])}")
+            console.print(f"test accuracy{of_task} {percent(result.test['accuracy'])}")
     for result in results:
         found = inspect_file(result.path)
         size, copy = megabytes(found.size), megabytes(store.size.copy_bytes(found.bytes["head"]))
-        console.print(f"wrote {result.path}, {size} (a copy of the network is {copy})")
-    where = "" if store.folder == Path(STORE) else f" --store {store.folder}"
-    console.print(f"next: bitgraft predict IMAGE --task {results[0].task.name}{where}")
+        console.print(f"wrote {result.path}, {size} (a full copy of the network: {copy})")
+    in_store = "" if store.folder == Path(STORE) else f" --store {store.folder}"
+    console.print(f"next: bitgraft predict IMAGE --task {results[0].task.name}{in_store}")
 
 
-def _kept(result: TrainResult) -> str | None:
-    """Which epoch the task was kept as, if that is not the last."""
+def _kept_epoch(result: TrainResult) -> str | None:
+    """Say which epoch was kept, if it is not the last."""
     best, last = result.best, result.history[-1]
     if result.task.metrics["kept"] != "best" or best is None or best["epoch"] == last["epoch"]:
         return None
-    better = f"{percent(best['val_accuracy'])} on validation, {percent(last['val_accuracy'])} at the end"
+    scores = f"validation {percent(best['val_accuracy'])}, last epoch {percent(last['val_accuracy'])}"
     if best["epoch"] == 0:
         return (
-            f"kept the linear probe that training started from ({better}): train for longer (--steps), with lower "
-            "rates (--rate), or on more images"
+            f"kept the linear probe that training started from ({scores}): train longer (--steps), with lower rates "
+            "(--rate), or on more images"
         )
-    return f"kept epoch {best['epoch']} of {last['epoch']} ({better}): lower rates (--rate) may do better"
+    return f"kept epoch {best['epoch']} of {last['epoch']} ({scores}): lower rates (--rate) may help"
 
 
 class Interrupts(Callback):
-    """Ctrl-C and SIGTERM: a run stops after the current step and keeps its state.
+    """Stops a run after the current step on Ctrl-C or SIGTERM, with its state saved.
 
-    It is a callback, so that it knows when there is a state to keep; before and after, a signal ends the command.
+    As a callback it knows when training runs; before and after that, a signal ends the command at once.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator, self.alone = accelerator, accelerator.num_processes == 1
-        self.asked = self.running = False
-        self._process, self._steps, self._every = os.getpid(), 0, 1
+        self.accelerator, self.single = accelerator, accelerator.num_processes == 1
+        self.requested = self.running = False
+        self._process, self._steps, self._interval = os.getpid(), 0, 1
 
     def __enter__(self) -> "Interrupts":
         self._before = {kind: signal.signal(kind, self._handle) for kind in (signal.SIGINT, signal.SIGTERM)}
@@ -175,29 +175,29 @@ class Interrupts(Callback):
             signal.signal(kind, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a worker that loads images; the main process ends it
+        if os.getpid() != self._process:  # a data loader worker; the main process ends it
             return
-        if not self.running or (self.asked and self.alone):
+        if not self.running or (self.requested and self.single):
             raise KeyboardInterrupt
-        if self.asked:  # the launcher passes on what all have got already
+        if self.requested:  # a launcher forwards a signal that the process has already received
             return
-        self.asked = True
+        self.requested = True
         if self.accelerator.is_main_process:
-            once_more = b"; once more stops at once" if self.alone else b""
-            os.write(sys.stderr.fileno(), b"\nstopping after this step" + once_more + b"\n")
+            again = b"; press again to stop now" if self.single else b""
+            os.write(sys.stderr.fileno(), b"\nstopping after this step" + again + b"\n")
 
     def stop(self) -> bool:
-        """Asked after each step, in every process alike; they must stop at the same one."""
-        if self.alone:
-            return self.asked
+        """Return whether to stop. Every process calls this after each step, and all stop at the same step."""
+        if self.single:
+            return self.requested
         self._steps += 1
-        if self._steps % self._every:
+        if self._steps % self._interval:
             return False
-        asked = torch.tensor(float(self.asked), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(asked, "sum"))
+        requested = torch.tensor(float(self.requested), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(requested, "sum"))
 
     def begin(self, plan: Plan) -> None:
-        self.running, self._every = True, max(1, min(SELDOM, plan.steps_per_epoch // 50))
+        self.running, self._interval = True, max(1, min(MAX_INTERVAL, plan.steps_per_epoch // 50))
 
     def end(self) -> None:
         self.running = False

@@ -10,7 +10,7 @@ from bitgraft.errors import BitgraftError
 from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.library import Library
 from bitgraft.serving.predictions import decode
-from bitgraft.workflows.identification import told
+from bitgraft.workflows.identification import as_answers
 from bitgraft.workflows.prediction import torch_scores
 
 
@@ -33,4 +33,4 @@ def identify(library: Library, images: Sequence[bytes], top: int, max_pixels: in
         decision = net._identifier.decide(tasks, inputs, run)
     except BitgraftError as problem:  # no task has a description, or the backbone has no features
         raise HttpError(409, str(problem)) from problem
-    return told(decision, {name: entry.classes for name, entry in entries.items()}, top=top)
+    return as_answers(decision, {name: entry.classes for name, entry in entries.items()}, top=top)

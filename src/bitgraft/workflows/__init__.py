@@ -1,4 +1,4 @@
-"""From a data set, or a fine-tuned copy, to a task file in a store.
+"""Train, compress and describe tasks in a store, and run them on images.
 
 May import: compression, export, store, training, data, network and what is below them.
 """

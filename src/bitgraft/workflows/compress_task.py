@@ -1,4 +1,4 @@
-"""From a fine-tuned copy to a task file in a store: what `bitgraft compress` does."""
+"""Compress a fine-tuned copy of the backbone into a task of a store (`bitgraft compress`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,17 +27,17 @@ from bitgraft.workflows.train_task import check_name_free, one_sentence, open_st
 
 @dataclass(frozen=True)
 class Job:
-    """One copy to compress."""
+    """One fine-tuned copy to compress."""
 
     finetuned: str
     """A file of plain weights, a task file, or STORE/TASK."""
     task: str
     classes: Sequence[str] | None = None
     data: str | None = None
-    """A data set, to measure accuracy on and to calibrate with."""
+    """A data set for measuring accuracy and for calibration."""
     calibrate: bool = False
     bits: float = BITS
-    """What the file takes for each weight, head apart."""
+    """File size in bits per weight, without the head."""
     config: Config = CALIBRATION
     options: Mapping[str, Any] = field(default_factory=dict)
     workers: int = 0
@@ -49,7 +49,7 @@ class CompressResult:
     made: Compression
     path: Path
     finetuned_bytes: int
-    """What the copy takes, in float32."""
+    """Size of the copy in float32."""
     measured_on: str | None
     """"test" or "val"."""
     notes: list[str]
@@ -58,11 +58,14 @@ class CompressResult:
 def run(
     folder: str | Path, backbone: Backbone | None, job: Job, *, callbacks: Sequence[Callback] = ()
 ) -> CompressResult:
-    """Compress a copy and write its task to a store, begun with `backbone` where there is none yet.
+    """Compress a copy and write the task to the store in `folder`, which `backbone` creates if needed.
 
-    Whatever is wrong with the copy or the data leaves the store as it was, or none.
+    An error leaves the store unchanged, and creates none.
     """
-    store, net = _workplace(folder, backbone)
+    if backbone is None or Store.exists(folder):
+        store, net = open_store(folder, backbone)
+    else:
+        store, net = None, Network(backbone.build())  # created only once the task is ready
     check_name(job.task)
     if store is not None:
         check_name_free(store, job.task, job.overwrite)
@@ -71,8 +74,8 @@ def run(
     classes = job.classes
     if classes is None and splits is not None and not is_task_file(about) and "classes" not in about:
         classes = splits.classes
-    torch.manual_seed(job.config.seed)  # dropout and the like
-    with finetuned_task(net, path, classes, _stated(net, job, is_task_file(about))) as copy, one_sentence():
+    torch.manual_seed(job.config.seed)  # for dropout
+    with finetuned_task(net, path, classes, _preprocessing(net, job, is_task_file(about))) as copy, one_sentence():
         training, test, measured_on, notes = _data(copy, splits, job)
         made = compress(
             net,
@@ -89,7 +92,7 @@ def run(
         )
         size = 4 * sum(parameter.numel() for parameter in copy.parameters())
     if measured_on == "val":
-        made.task.metrics = _as_validated(made.task.metrics)
+        made.task.metrics = _as_validation(made.task.metrics)
     if store is None:
         assert backbone is not None
         store = Store.create(folder, backbone, net)
@@ -97,24 +100,17 @@ def run(
     return CompressResult(made, store.path(job.task), size, measured_on, [*made.warnings, *notes])
 
 
-def _workplace(folder: str | Path, backbone: Backbone | None) -> tuple[Store | None, Network]:
-    """The store and its network; a network alone where the store is still to be begun."""
-    if backbone is None or Store.exists(folder):
-        return open_store(folder, backbone)
-    return None, Network(backbone.build())
-
-
-def _stated(net: Network, job: Job, is_task: bool) -> dict[str, Any] | None:
-    """How images are made, if the job says anything about it."""
+def _preprocessing(net: Network, job: Job, is_task: bool) -> dict[str, Any] | None:
+    """Return the preprocessing, if the job sets its size."""
     if job.config.size is None and job.config.resize is None:
         return None
     if is_task:
-        raise TaskError(f"{job.finetuned} says itself what size its images have: leave out --size and --resize")
+        raise TaskError(f"{job.finetuned} already states the size of its images: leave out --size and --resize")
     return preprocessing_for(net, job.config).to_dict()
 
 
 def _data(copy: Task, splits: Splits | None, job: Job) -> tuple[Any, Any, str | None, list[str]]:
-    """Images to calibrate with, images to measure on, which those are, and what there is to say."""
+    """Return the images for calibration, the images for accuracy with the name of their split, and notes."""
     if splits is None:
         return None, None, None, []
     preprocessing = Preprocessing.from_dict(copy.metadata.preprocessing)
@@ -124,12 +120,12 @@ def _data(copy: Task, splits: Splits | None, job: Job) -> tuple[Any, Any, str | 
         return training, None, None, ["accuracy was not measured: there are no test or validation images with labels"]
     try:
         images = labelled(splits, split, copy.classes or (), "the copy")
-    except DataError as why:
-        return training, None, None, [f"accuracy was not measured: {why}"]
+    except DataError as error:
+        return training, None, None, [f"accuracy was not measured: {error}"]
     return training, ImageDataset(images, preprocessing), split, []
 
 
-def _as_validated(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The same where accuracy was measured on validation images."""
+def _as_validation(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Store an accuracy on validation images as such, not as a test accuracy."""
     other = {key: value for key, value in metrics.items() if key != "test"}
     return {**other, "last": {"val_accuracy": metrics["test"]["accuracy"]}, "kept": "last"}

@@ -1,7 +1,4 @@
-"""From a task's images to the description in its file, by which an image finds its task."""
-
-from collections.abc import Iterator
-from pathlib import Path
+"""Fit the description of a task's images, which identifies the task of an image."""
 
 import torch
 from torch import Tensor
@@ -16,63 +13,49 @@ from bitgraft.format.archive import pack_task, to_bytes
 from bitgraft.format.description import Description
 from bitgraft.network import Network
 from bitgraft.runtime.identify.fitting import calibrated, fit_description, rank_for
-from bitgraft.store import Store
 from bitgraft.training.inputs import labelled
 
-MOST = 10_000  # images; more make no better means, and take their time
+MAX_IMAGES = 10_000  # more would take longer without better means
 BATCH = 64
 
 
 @torch.no_grad()
 def describe(net: Network, name: str, splits: Splits, *, workers: int = 0) -> Description:
-    """Give a task its description: training images say what it is, validation images how its scores lie.
+    """Fit a task's description on training images, calibrate it on validation images, and return it.
 
-    Without validation images the training images serve for both, and the task then takes too few for its own.
+    Without validation images it is calibrated on training images, and then accepts too few of the task's own images.
     """
     task = net.tasks[name]
     if not task.classes:
-        raise TaskError(f"task {name!r} has no classes, so there is nothing to describe its images by")
+        raise TaskError(f"task {name!r} has no classes, so its images cannot be described")
     task.description = None
     size, was_training = len(to_bytes(pack_task(task, net.fingerprint))), task.training
     task.eval()
     try:
-        features, labels, own = _seen(net, name, splits, "train", workers, run=not splits.val)
-        found = fit_description(
-            features, labels, len(task.classes), rank_for(features.shape[1], len(task.classes), size)
-        )
+        features, labels, own = _features(net, name, splits, "train", workers, run=not splits.val)
+        rank = rank_for(features.shape[1], len(task.classes), size)
+        fitted = fit_description(features, labels, len(task.classes), rank)
         if splits.val:
-            features, _, own = _seen(net, name, splits, "val", workers, run=True)
-        task.description = calibrated(found, features, own)
+            features, _, own = _features(net, name, splits, "val", workers, run=True)
+        task.description = calibrated(fitted, features, own)
     finally:
         task.train(was_training)
     return task.description
 
 
-def describe_in_store(store: Store, net: Network, name: str, splits: Splits, *, workers: int = 0) -> tuple[Path, int]:
-    """Describe a task of a store and write its file again; the path, and the bytes that the description takes."""
-    store.load(net, name)
-    taken = describe(net, name, splits, workers=workers).nbytes
-    net.save_task(name, store.path(name))
-    return store.path(name), taken
-
-
-def _seen(
+def _features(
     net: Network, name: str, splits: Splits, split: str, workers: int, *, run: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Plain features, labels and, if it is to run, the task's own scores of the images of a split."""
+    """Return the backbone's features of a split, the labels and, if `run`, the task's own scores."""
     task, features, labels, own = net.tasks[name], [], [], []
     images = labelled(splits, split, task.classes or (), f"task {name!r}")
     data = ImageDataset(images, Preprocessing.from_dict(task.metadata.preprocessing), cache_bytes=0)
-    for pixels, targets in _batches(data, workers):
+    step = -(-len(data) // MAX_IMAGES)
+    sample = Subset(data, range(0, len(data), step))
+    for pixels, targets in DataLoader(sample, batch_size=BATCH, num_workers=workers):
         pixels = pixels.to(net.anatomy.device)
         features.append(net.features(pixels).cpu())
         labels.append(targets)
         if run:
             own.append(logits(net(pixels, task=name)).float().cpu())
     return torch.cat(features), torch.cat(labels), torch.cat(own) if own else Tensor()
-
-
-def _batches(data: ImageDataset, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """All images, or as many of them as are needed, at even distances."""
-    step = -(-len(data) // MOST)
-    yield from DataLoader(Subset(data, range(0, len(data), step)), batch_size=BATCH, num_workers=workers)

@@ -1,4 +1,4 @@
-"""From images whose task nobody names to a task and its answers, or to "unknown"."""
+"""Find the task of each image and its answers, or "unknown"."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,38 +17,34 @@ from bitgraft.runtime.identify.decision import Decision, described, union_scores
 from bitgraft.workflows.prediction import best, preprocessing_of, probabilities, torch_scores
 
 Prepared = Mapping[Preprocessing, Tensor]
-"""One image as tasks take it."""
+"""One image, as a tensor for each preprocessing that tasks use."""
 
 
-def ways(net: Network) -> dict[str, Preprocessing]:
-    """How each task with a description prepares images."""
+def preprocessings(net: Network) -> dict[str, Preprocessing]:
+    """Return the preprocessing of each task with a description."""
     return {name: preprocessing_of(net, name) for name in described(net.tasks)}
 
 
 def prepare(net: Network, picture: Picture) -> Prepared:
-    """An image in each of the ways that the network's tasks prepare it."""
-    return {way: evaluation_tensor(picture, way) for way in dict.fromkeys(ways(net).values())}
-
-
-def decide(net: Network, images: Sequence[Prepared]) -> Decision:
-    """The tasks of images, run together."""
-    wanted, device = ways(net), net.anatomy.device
-    stacked = {way: torch.stack([image[way] for image in images]).to(device) for way in dict.fromkeys(wanted.values())}
-    return net.decide({name: stacked[way] for name, way in wanted.items()})
+    """Preprocess an image in every way that the network's tasks need."""
+    return {one: evaluation_tensor(picture, one) for one in dict.fromkeys(preprocessings(net).values())}
 
 
 def find(net: Network, images: Sequence[Prepared], *, top: int = 5, tasks: int = 3) -> list[dict[str, Any]]:
-    """For each image: its task (None if unknown), the likeliest `tasks` and their scores, and its answers.
+    """Return each image's task (None if unknown), its `tasks` likeliest tasks with scores, and its `top` classes.
 
     {"task": "flowers", "route": [{"task": "flowers", "score": 0.98}, ...], "answers": [{"class": "rose", ...}, ...]}
     """
-    return told(decide(net, images), {name: task.classes for name, task in net.tasks.items()}, top=top, tasks=tasks)
+    wanted, device = preprocessings(net), net.anatomy.device
+    stacked = {one: torch.stack([image[one] for image in images]).to(device) for one in dict.fromkeys(wanted.values())}
+    decision = net.decide({name: stacked[one] for name, one in wanted.items()})
+    return as_answers(decision, {name: task.classes for name, task in net.tasks.items()}, top=top, tasks=tasks)
 
 
-def told(
+def as_answers(
     decision: Decision, classes: Mapping[str, Sequence[str] | None], *, top: int = 5, tasks: int = 3
 ) -> list[dict[str, Any]]:
-    """A decision as `find` tells it."""
+    """Convert a decision to the result of `find`."""
     found, scores, names = decision.identified.tasks, decision.identified.scores, decision.identified.names
     answers: list[list[dict[str, Any]]] = [[] for _ in found]
     for name, (rows, output) in decision.outputs.items():
@@ -65,27 +61,25 @@ def told(
 
 
 def evaluate_union(net: Network, task: str, images: Images, *, batch: int = 128, workers: int = 0) -> dict[str, float]:
-    """Accuracy on a task's images where nobody says which task it is, beside the accuracy if somebody does.
+    """Return the accuracy on a task's images over the classes of all tasks, and with the task given.
 
-    An image that is called unknown still counts by its likeliest class; `unknown` says how many there are.
+    `unknown` is the share of images that no task accepts; they count with their likeliest class.
     """
     if net.tasks[task].description is None:
-        raise TaskError(
-            f"task {task!r} has no description of its inputs: make one with `bitgraft describe {task} DATA`"
-        )
-    wanted, classes = ways(net), net.classes()
-    parts = {way: ImageDataset(images, way) for way in dict.fromkeys(wanted.values())}
+        raise TaskError(f"task {task!r} has no description of its images: add one with `bitgraft describe {task} DATA`")
+    wanted, classes = preprocessings(net), net.classes()
+    parts = {one: ImageDataset(images, one) for one in dict.fromkeys(wanted.values())}
     first, sums = classes.index((task, str((net.tasks[task].classes or ())[0]))), torch.zeros(4)
     loaders = [DataLoader(data, batch_size=batch, num_workers=workers) for data in parts.values()]
     for batches in zip(*loaders, strict=True):
         labels = batches[0][1]
         stacked = dict(zip(parts, (pixels.to(net.anatomy.device) for pixels, _ in batches), strict=True))
-        decision = net.decide({name: stacked[way] for name, way in wanted.items()})
-        told = torch_scores(net, task, stacked[wanted[task]])
+        decision = net.decide({name: stacked[one] for name, one in wanted.items()})
+        task_scores = torch_scores(net, task, stacked[wanted[task]])
         sums += torch.tensor(
             [
                 (union_scores(decision, net.tasks).argmax(1).cpu() == first + labels).sum(),
-                (told.argmax(1) == labels).sum(),
+                (task_scores.argmax(1) == labels).sum(),
                 sum(name == task for name in decision.best),
                 (decision.identified.margins < 0).sum(),
             ]

@@ -1,4 +1,4 @@
-"""From images to a task's answers: the same in Python, on the command line and over HTTP."""
+"""Classify images with a task: shared by Python, the command line and HTTP."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -23,21 +23,21 @@ from bitgraft.runtime.onnx_graph import GraphCache
 Answers = list[dict[str, Any]]
 """The likeliest classes first, as {"class": name, "probability": number}."""
 PROBES = 2  # images on which a session must agree with PyTorch
-MANY = 64  # images; for fewer, making a session takes longer than it saves
+MANY = 64  # images; for fewer, creating a session takes longer than it saves
 
 
 def predict(
     net: Network, task: str, images: Picture | Iterable[Picture], *, top: int = 5, batch: int = 32
 ) -> Answers | list[Answers]:
-    """A task's likeliest classes for an image, or for each of several.
+    """Return a task's likeliest classes for one image, or for each of several.
 
         predict(net, "flowers", "rose.jpg")       # [{"class": "rose", "probability": 0.98}, ...]
         predict(net, "flowers", [first, second])  # a list of those
 
     Args:
         images: files, bytes of files, PIL images or arrays (H, W, C); they are resized and normalised as in training.
-        top: how many classes.
-        batch: images at a time.
+        top: number of classes.
+        batch: images per forward pass.
     """
     if isinstance(images, str | Path | bytes | Image | np.ndarray | Tensor):
         return _answers(net, task, [images], top, batch)[0]
@@ -45,16 +45,16 @@ def predict(
 
 
 def _answers(net: Network, task: str, pictures: list[Picture], top: int, batch: int) -> list[Answers]:
-    preprocessing, held, answers = preprocessing_of(net, task), net._find(task), list[Answers]()
-    was_training = held.training
-    held.eval()
+    preprocessing, found, answers = preprocessing_of(net, task), net._find(task), list[Answers]()
+    was_training = found.training
+    found.eval()
     try:
         for start in range(0, len(pictures), batch):
             tensors = [evaluation_tensor(picture, preprocessing) for picture in pictures[start : start + batch]]
             scores = probabilities(torch_scores(net, task, torch.stack(tensors)))
-            answers += [best(row, held.classes, top) for row in scores]
+            answers += [best(row, found.classes, top) for row in scores]
     finally:
-        held.train(was_training)
+        found.train(was_training)
     return answers
 
 
@@ -66,18 +66,21 @@ def preprocessing_of(net: Network, task: str) -> Preprocessing:
 
 @torch.no_grad()
 def torch_scores(net: Network, task: str, images: Tensor) -> Tensor:
-    """(N, classes), on the CPU, wherever the network is."""
+    """Return the task's scores, (N, classes), on the CPU."""
     return logits(net(images.to(net.anatomy.device), task=task)).cpu()
 
 
 @torch.no_grad()
 def passing_scores(net: Network, task: str, images: Tensor) -> Tensor:
-    """The same of a task that may not be asked again: without room for its weights it gets no module of its own."""
+    """Return the same scores without caching the task's module if there is no room for it."""
     return torch.stack(net(images.to(net.anatomy.device), task=[task] * len(images))).cpu()
 
 
 def graph_session(net: Network, task: str, graph: Graph) -> Session:
-    """The task in another's graph, not checked; an `ExportError` if the two differ in more than tensors."""
+    """Return a session with the task's weights in another task's graph, without a check against PyTorch.
+
+    Raises an `ExportError` if the two tasks differ in more than tensors.
+    """
     found = net._find(task)
     if not differs_in_tensors_only(found):
         raise ExportError("the task has modules of its own")
@@ -90,15 +93,15 @@ def probabilities(scores: Tensor) -> Tensor:
 
 
 def task_session(net: Network, task: str, threads: int | None = None, *, export: bool = True) -> Session:
-    """The task in onnxruntime, checked against PyTorch; an `ExportError` says why it cannot be.
+    """Return the task as an onnxruntime session, checked against PyTorch, or raise an `ExportError`.
 
     Args:
-        threads: as many as torch has, unless told.
-        export: make a graph that is not in the cache yet; not while other threads run networks.
+        threads: torch's number of threads by default.
+        export: export the graph if it is not cached; not while other threads run networks.
     """
     device, dtype = net.anatomy.device, net.anatomy.dtype
     if device.type != "cpu" or dtype != torch.float32:
-        raise ExportError(f"onnxruntime runs float32 on a CPU here, and this network is {dtype} on {device}")
+        raise ExportError(f"onnxruntime needs float32 on a CPU here, but this network is {dtype} on {device}")
     wanted, own = preprocessing_of(net, task), task == net.original
     images = torch.randn((PROBES, wanted.channels, *wanted.size), generator=torch.Generator().manual_seed(0))
     head = [] if own or net.tasks[task].metadata.head != "classes" else net.anatomy.head_names()
@@ -109,20 +112,20 @@ def task_session(net: Network, task: str, threads: int | None = None, *, export:
 def choose_engine(
     net: Network, task: str, engine: EngineName, images: int, threads: int | None = None
 ) -> tuple[Callable[[Tensor], Tensor], str]:
-    """What gives a task's scores for so many images, and why that is PyTorch although onnxruntime was to be tried."""
-    run, reason = partial(torch_scores, net, task), ""
-    if engine == "onnxruntime":
-        return task_session(net, task, threads), ""
-    if engine == "auto" and images >= MANY:
+    """Return the function that computes a task's scores, and why `auto` fell back to PyTorch for this many images."""
+    reason = ""
+    if engine == "onnxruntime" or (engine == "auto" and images >= MANY):
         try:
             return task_session(net, task, threads), ""
-        except ExportError as problem:
-            reason = str(problem)
-    return run, reason
+        except ExportError as error:
+            if engine == "onnxruntime":
+                raise
+            reason = str(error)
+    return partial(torch_scores, net, task), reason
 
 
 def best(scores: Tensor, classes: Sequence[str] | None, top: int) -> Answers:
-    """The likeliest of an image's classes."""
+    """Return the `top` likeliest classes of an image."""
     values, indices = scores.topk(min(top, len(scores)))
     return [
         {"class": classes[index] if classes else str(index), "probability": value}

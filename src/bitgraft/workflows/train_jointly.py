@@ -1,10 +1,10 @@
-"""From several data sets to a store of tasks that were trained together, on the backbone that came of it.
+"""Train tasks together with the weights they share, and write them to a new store.
 
 new-store/
   store.json                      the backbone's name, its new weights and fingerprint
-  weights/backbone.safetensors    what all tasks learned
-  flowers.safetensors, ...        what each learned for itself
-  runs/_joint/                    metrics, and a checkpoint while it runs
+  weights/backbone.safetensors    the weights that tasks share
+  flowers.safetensors, ...        the tasks
+  runs/_joint/                    metrics, and a checkpoint during training
 """
 
 from collections.abc import Callable, Sequence
@@ -33,19 +33,19 @@ WEIGHTS = "weights/backbone.safetensors"
 
 
 def run_folder(folder: str | Path) -> Path:
-    return Path(folder) / "runs" / "_joint"  # no task's name begins so
+    return Path(folder) / "runs" / "_joint"  # no task name starts with _
 
 
 def check_new(folder: str | Path, requests: Sequence[Request]) -> None:
-    """Refuse a store that is there already: its tasks belong to another backbone."""
+    """Refuse an existing store, since joint training changes the backbone."""
     names, first = [request.task for request in requests], requests[0]
     if len(set(names)) < len(names):
-        raise TrainingError(f"tasks need names that differ, not {', '.join(names)}")
+        raise TrainingError(f"each task needs its own name, but the names are {', '.join(names)}")
     check_run(run_folder(folder), first, "joint run", folder)
     if Store.exists(folder) and not first.resume:
         raise StoreError(
-            f"there is a store at {folder} already: tasks that are trained jointly get a backbone of their own, so "
-            "choose another with --store"
+            f"there is a store at {folder} already, and joint training makes a new backbone: choose another folder "
+            "with --store"
         )
 
 
@@ -59,32 +59,32 @@ def train_jointly(
     accelerator: Accelerator | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[TrainResult]:
-    """Train tasks in turns, what they share along with them, and begin a store with the backbone that they end on.
+    """Train tasks in turns, together with the weights they share, and create a store with the resulting backbone.
 
-    The requests differ in data and task alone. Under a launcher every process calls this; the main one alone writes.
+    The requests differ only in data and task. Under a launcher every process calls this; only the main one writes.
     """
     accelerator = accelerator or Accelerator()
     check_new(folder, requests)
     opened = list(data or map(open_request, requests))
     run, net = run_folder(folder), Network(backbone.build()).joint_copy()
     with run_in(run, settings(net, requests, opened), requests[0].resume, accelerator):
-        result = fit_requests(net, requests, opened, run, callbacks, accelerator, stop)
-        outcomes = []
+        fitted = fit_requests(net, requests, opened, run, callbacks, accelerator, stop)
+        results = []
         for request, one in zip(requests, opened, strict=True):
             task = finish(net, request, one)
             path = Path(folder) / f"{task.name}.safetensors"
-            outcomes.append(TrainResult(task, path, result.history, task.metrics.get("test"), one.skipped))
+            results.append(TrainResult(task, path, fitted.history, task.metrics.get("test"), one.skipped))
         if accelerator.is_main_process:
-            _write(Path(folder), backbone, net, outcomes)
+            _write(Path(folder), backbone, net, results)
             runs.done(run)
         accelerator.wait_for_everyone()
-    return outcomes
+    return results
 
 
-def _write(folder: Path, backbone: Backbone, net: Network, outcomes: Sequence[TrainResult]) -> None:
-    """The weights first: a store is one from when its record is there, and must be whole then."""
+def _write(folder: Path, backbone: Backbone, net: Network, results: Sequence[TrainResult]) -> None:
+    """Write the weights first: once store.json exists, the store must be complete."""
     (folder / WEIGHTS).parent.mkdir(parents=True, exist_ok=True)
     net.save_backbone(folder / WEIGHTS)
     Store.create(folder, Backbone(backbone.name, str(folder / WEIGHTS)), net)
-    for outcome in outcomes:
-        net.save_task(outcome.task.name, outcome.path)
+    for result in results:
+        net.save_task(result.task.name, result.path)

@@ -1,4 +1,4 @@
-"""From a data set to a task file in a store: what `bitgraft train` and the demo both do."""
+"""Train a task on a data set and write it to a store (`bitgraft train`, the demo, benchmarks)."""
 
 import contextlib
 import re
@@ -26,7 +26,6 @@ from bitgraft.training.callbacks import Callback, JsonLines
 from bitgraft.training.checkpoint import Result
 from bitgraft.training.config import Config
 from bitgraft.training.evaluation import evaluate
-from bitgraft.training.inputs import labelled as labelled
 from bitgraft.training.inputs import resized
 from bitgraft.training.loop import fit
 from bitgraft.workflows.describe_task import describe
@@ -45,41 +44,39 @@ class Request:
     resume: bool = False
     overwrite: bool = False
     skip_bad: bool = False
-    checkpoint_every: float = 60.0
-    """Seconds between checkpoints within an epoch; each epoch ends with one."""
     root: Path | None = None
-    """Where relative folders of data start."""
+    """The folder that relative data paths start from."""
     val_share: float = 0.1
-    """What is held back for validation where the data set has no such split of its own."""
+    """Share of the training images for validation, if the data set has no validation split."""
     both: bool = False
-    """Try the epoch that validation would choose on the test images, too."""
+    """Also test the best epoch on validation."""
     borrow: tuple[str, ...] = ()
     """Tasks of the store whose masks are mixed in."""
     start: str | None = None
-    """A task of the store to begin as."""
+    """A task of the store to start from."""
     compact: bool = True
-    """Round k and norm layers to what a small file holds; a task whose norm layers are to be trained on is not."""
+    """Round k and norm layers for a smaller file; not for a task whose norm layers will be trained further."""
     describe: bool = True
-    """Let the file say what its images look like, so that an image can find its task."""
+    """Store a description of the images, which identifies the task of an image."""
 
     @property
     def earlier(self) -> tuple[str, ...]:
-        """The tasks of the store that it names."""
+        """Return the tasks of the store that it builds on."""
         return self.borrow if self.start is None else (*self.borrow, self.start)
 
 
 @dataclass(frozen=True)
 class TrainData:
-    """The data set of a request, and the files that were left out of it with the reasons."""
+    """The data set of a request, and the skipped files with the reasons."""
 
     splits: Splits
     skipped: list[tuple[Path, str]]
 
     @property
     def tested(self) -> Images | None:
-        """Test images with labels."""
+        """Return the test images if they have labels."""
         test = self.splits.test
-        return test if test and all(label >= 0 for label in test.labels) else None
+        return test if test and min(test.labels) >= 0 else None
 
 
 @dataclass(frozen=True)
@@ -90,13 +87,13 @@ class TrainResult:
     test: dict[str, float] | None
     skipped: list[tuple[Path, str]]
     best: dict[str, Any] | None = None
-    """The record of the epoch that validation would choose."""
+    """The record of the best epoch on validation."""
     best_test: dict[str, float] | None = None
-    """How that epoch does on the test images, where the request asks for both."""
+    """The test results of that epoch, if the request has `both`."""
 
 
 def open_store(folder: str | Path, backbone: Backbone | None) -> tuple[Store, Network]:
-    """The store in a folder and its network, begun with `backbone` where there is none yet."""
+    """Open the store in a folder, or create it with `backbone`; return it with its network."""
     if backbone is None or (Store.exists(folder) and Store(folder).backbone == backbone):
         store = Store(folder)
         return store, store.network()
@@ -105,36 +102,33 @@ def open_store(folder: str | Path, backbone: Backbone | None) -> tuple[Store, Ne
 
 
 def open_request(request: Request) -> TrainData:
-    """Find the images, without those that cannot be read where the request says so."""
+    """Open the data set, without unreadable files if the request has `skip_bad`."""
     splits = open_data(request.data, seed=request.config.seed, root=request.root, val_share=request.val_share)
     if len(splits.classes) == 1:
-        raise DataError(
-            f"all images of {request.data} are of one class, {splits.classes[0]!r}, so there is nothing to tell apart: "
-            "give it images of at least two classes"
-        )
+        raise DataError(f"{request.data} has only one class, {splits.classes[0]!r}: training needs at least two")
     return TrainData(*drop_bad(splits)) if request.skip_bad else TrainData(splits, [])
 
 
 def check_name_free(store: Store, name: str, overwrite: bool) -> None:
-    """Refuse to write over a task, unless asked to and nothing depends on it."""
+    """Refuse to replace a task without `overwrite`, or one that others depend on."""
     if store.path(name).exists() and not overwrite:
-        raise TrainingError(f"the store has a task {name!r} already: choose another name, or pass --overwrite")
+        raise TrainingError(f"the store already has a task {name!r}: choose another name, or pass --overwrite")
     store.check_replaceable(name)
 
 
 def check_run(folder: Path, request: Request, what: str, where: str | Path) -> None:
-    """Refuse to resume a run that is not there, or to write over one that can go on, unless asked to."""
+    """Refuse to resume a run that does not exist, or to discard an interrupted one without `overwrite`."""
     if request.resume and not runs.begun(folder):
         raise TrainingError(f"there is no {what} to resume in {where}")
     if runs.interrupted(folder) and not (request.overwrite or request.resume):
-        raise TrainingError(f"a {what} was interrupted and can go on: pass --resume, or --overwrite to begin anew")
+        raise TrainingError(f"a {what} was interrupted: pass --resume to continue it, or --overwrite to start again")
 
 
 def check_free(store: Store, request: Request) -> None:
-    """Refuse to write over a task, or over a run that can go on, unless asked to, and to build on what is not there."""
+    """Refuse a request that would replace a task or an interrupted run, or builds on a missing task."""
     name = request.task
     if name in request.earlier:
-        raise TrainingError(f"task {name!r} cannot build on itself: choose another name for the new one")
+        raise TrainingError(f"task {name!r} cannot build on itself: choose another name for the new task")
     for earlier in request.earlier:
         store.archive(earlier)
     check_name_free(store, name, request.overwrite or request.resume)
@@ -151,9 +145,9 @@ def train(
     accelerator: Accelerator | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> TrainResult:
-    """Train a task on a data set, try it on the test images, and write its file to the store.
+    """Train a task on a data set, test it, and write its file to the store.
 
-    Under a launcher every process calls this; the main one alone writes. `data` is what `open_request` gives.
+    Under a launcher every process calls this; only the main one writes. `data` is the result of `open_request`.
     """
     accelerator = accelerator or Accelerator()
     check_free(store, request)
@@ -164,7 +158,7 @@ def train(
         "start": content_hash(store.archive(request.start)) if request.start is not None else None,
     }
     with run_in(folder, settings(net, [request], [data], **built_on), request.resume, accelerator):
-        chained = registry.get(request.method).depends_on_previous  # on all tasks of the method so far
+        chained = registry.get(request.method).depends_on_previous  # such as PackNet
         chain = [name for name in store.names() if chained and store.archive(name).metadata.method == request.method]
         for earlier in [*chain, *request.earlier]:
             if earlier not in net.tasks and earlier != request.task:
@@ -173,44 +167,43 @@ def train(
             net.remove_task(request.task)
         result = fit_requests(net, [request], [data], folder, callbacks, accelerator, stop)
         task = net.tasks[request.task]
-        other_test = None
+        best_test = None
         if request.both and result.best_tasks and result.best != result.history[-1]:
             last = {name: tensor.clone() for name, tensor in task.state_dict().items()}
             task.load_state_dict(result.best_tasks[request.task])
-            other_test = tested(net, request, data)
+            best_test = _test(net, request, data)
             task.load_state_dict(last)
         finish(net, request, data)
         test = task.metrics.get("test")
-        best_test = other_test or test
         if accelerator.is_main_process:
             if request.describe:
                 describe(net, request.task, data.splits, workers=request.workers)
             net.save_task(request.task, path)
             runs.done(folder)
         accelerator.wait_for_everyone()
-    return TrainResult(task, path, result.history, test, data.skipped, result.best, best_test)
+    return TrainResult(task, path, result.history, test, data.skipped, result.best, best_test or test)
 
 
 def finish(net: Network, request: Request, data: TrainData) -> Task:
-    """Freeze a task, round it to what its file holds, and measure it as it is then."""
+    """Freeze a task, round it if the request has `compact`, and measure the result."""
     task = net.tasks[request.task]
     task.freeze()
     if request.compact and compact(task).is_compact and data.splits.val:
-        found = _measured(net, request, data.splits.val)
-        task.metrics[task.metrics["kept"]] |= {f"val_{what}": value for what, value in found.items()}
-    if test := tested(net, request, data):
+        measured = _measure(net, request, data.splits.val)
+        task.metrics[task.metrics["kept"]] |= {f"val_{metric}": value for metric, value in measured.items()}
+    if test := _test(net, request, data):
         task.metrics["test"] = test
     return task
 
 
 @contextlib.contextmanager
 def run_in(folder: Path, settings: dict[str, Any], resume: bool, accelerator: Accelerator) -> Iterator[None]:
-    """Hold the folder of a run in the main process, with its settings; the others follow."""
+    """Lock the run's folder and write its settings, in the main process; the others wait for it."""
     with runs.occupied(folder) if accelerator.is_main_process else contextlib.nullcontext():
         if accelerator.is_main_process:
             runs.settle(folder, settings, resume)
         accelerator.wait_for_everyone()
-        with one_sentence("; mend or remove it, or pass --skip-bad-images"):
+        with one_sentence("; repair or remove it, or pass --skip-bad-images"):
             yield
 
 
@@ -223,7 +216,7 @@ def fit_requests(
     accelerator: Accelerator,
     stop: Callable[[], bool],
 ) -> Result:
-    """Add the tasks of requests that differ in data and task alone, and train them, in turns if there are several."""
+    """Add and train the tasks of requests that differ only in data and task; several are trained in turns."""
     first, config = requests[0], requests[0].config
     for request, data in zip(requests, opened, strict=True):
         net.add_task(
@@ -247,24 +240,22 @@ def fit_requests(
         callbacks=[JsonLines(folder / runs.METRICS), *callbacks] if accelerator.is_main_process else callbacks,
         workers=first.workers,
         accelerator=accelerator,
-        checkpoint_every=first.checkpoint_every,
         stop=stop,
         progress=False,
     )
 
 
-def tested(net: Network, request: Request, data: TrainData) -> dict[str, float] | None:
-    """How a task does on the test images, if there are some with labels."""
-    return _measured(net, request, data.tested) if data.tested else None
+def _test(net: Network, request: Request, data: TrainData) -> dict[str, float] | None:
+    return _measure(net, request, data.tested) if data.tested else None
 
 
-def _measured(net: Network, request: Request, images: Images) -> dict[str, float]:
-    seen = ImageDataset(images, preprocessing_for(net, request.config))
-    return evaluate(net, request.task, seen, batch=4 * request.config.batch, workers=request.workers)
+def _measure(net: Network, request: Request, images: Images) -> dict[str, float]:
+    dataset = ImageDataset(images, preprocessing_for(net, request.config))
+    return evaluate(net, request.task, dataset, batch=4 * request.config.batch, workers=request.workers)
 
 
 def settings(net: Network, requests: Sequence[Request], opened: Sequence[TrainData], **more: Any) -> dict[str, Any]:
-    """What must be the same for a run to go on."""
+    """Return the settings that must not change when a run is resumed."""
     first, tasks = requests[0], {}
     for request, data in zip(requests, opened, strict=True):
         splits = (data.splits.train, data.splits.val, data.splits.test)
@@ -277,19 +268,19 @@ def settings(net: Network, requests: Sequence[Request], opened: Sequence[TrainDa
 
 @contextlib.contextmanager
 def one_sentence(remedy: str = "") -> Iterator[None]:
-    """Faults that came through a loader's worker as a traceback, as one sentence."""
+    """Reduce the traceback of a data loader worker to one sentence."""
     try:
         yield
-    except DataError as fault:
-        said = re.split(r"\bDataError: ", str(fault))[-1].strip().partition("\n")[0]
-        raise DataError(said + remedy if said.startswith("cannot read") else said) from fault
-    except RuntimeError as fault:
-        if "DataLoader worker" in str(fault) and not isinstance(fault, TrainingError):
-            first = str(fault).partition("\n")[0]
-            raise TrainingError(f"a process that loads images ended ({first}): try --workers 0") from fault
+    except DataError as error:
+        message = re.split(r"\bDataError: ", str(error))[-1].strip().partition("\n")[0]
+        raise DataError(message + remedy if message.startswith("cannot read") else message) from error
+    except RuntimeError as error:
+        if "DataLoader worker" in str(error) and not isinstance(error, TrainingError):
+            first_line = str(error).partition("\n")[0]
+            raise TrainingError(f"a data loader worker ended ({first_line}): try --workers 0") from error
         raise
 
 
 def preprocessing_for(net: Network, config: Config) -> Preprocessing:
-    """The backbone's own, at the size that the settings ask for."""
+    """Return the backbone's preprocessing, at the configured size."""
     return resized(stated_preprocessing(net.backbone), config)
