@@ -191,7 +191,7 @@ class Library:
         archive = from_bytes(data, str(path))
         if archive.metadata.head == "none":
             raise TaskError(f"task {name!r} has no classifier: only tasks with classes can be served")
-        net._keep(loaded_task(net.anatomy, net.tasks, rename(archive, task_id), net.fingerprint, None, path))
+        net._register(loaded_task(net.anatomy, net.tasks, rename(archive, task_id), net.fingerprint, None, path))
         found = inspect_archive(archive, len(data))
         layers = tuple(
             {"name": layer.name, "density": layer.density, "k": [spread.mean for spread in layer.k] or None}
