@@ -238,7 +238,7 @@ class Network(nn.Module):
         return decision.union(self.tasks)
 
     def features(self, images: Tensor) -> Tensor:
-        """Return the input of the plain backbone's head, pooled and l2-normalised, (N, features)."""
+        """Return what the plain backbone sees in images, at several depths, l2-normalised, (N, features)."""
         return self._identifier.features(images)
 
     def _find(self, name: str | None) -> Task:

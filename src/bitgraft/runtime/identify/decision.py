@@ -6,15 +6,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from bitgraft.backbone.anatomy import Anatomy, unknown_head
-from bitgraft.backbone.tracing import logits
+from bitgraft.backbone.anatomy import Anatomy
 from bitgraft.errors import TaskError
 from bitgraft.format.description import Description
+from bitgraft.runtime.identify.features import PlainFeatures
 from bitgraft.runtime.identify.scorers import Likelihood, certainty, energy, typicality
-from bitgraft.runtime.new_task import plain_task
-from bitgraft.runtime.task_module import TaskModule
 from bitgraft.task import Task
 
 RUNS = 3  # tasks to run per image
@@ -51,20 +48,14 @@ class Identifier:
     def __init__(self, anatomy: Anatomy) -> None:
         self._anatomy = anatomy
         self._lock = threading.Lock()
-        self._headless: TaskModule | None = None
+        self._features: PlainFeatures | None = None
         self._stacked: tuple[list[tuple[str, Description]], Likelihood] | None = None
 
-    @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:
-        """Return the input of the plain backbone's head, pooled and l2-normalised, (N, features)."""
-        if not self._anatomy.head_known:
-            raise unknown_head(self._anatomy.backbone)
+        """Return what the plain backbone sees in images, l2-normalised, (N, features)."""
         with self._lock:
-            if self._headless is None:
-                self._headless = TaskModule(plain_task(self._anatomy, "features", "none").eval())
-        self._headless.refresh()
-        features = logits(self._headless(images)).float()
-        return F.normalize(features.flatten(2).mean(2) if features.dim() > 2 else features, dim=1)
+            self._features = self._features or PlainFeatures(self._anatomy)
+        return self._features(images)
 
     @torch.no_grad()
     def decide(
