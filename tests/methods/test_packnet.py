@@ -213,7 +213,7 @@ def test_a_task_that_others_stand_on_is_neither_removed_nor_pruned():
     before = net(images(), task="a")
     with pytest.raises(TaskError, match="cannot be removed: 'b' would not run without it"):
         net.remove_task("a")
-    with pytest.raises(TaskError, match="ended learning cannot be pruned"):
+    with pytest.raises(TaskError, match="a frozen task cannot be pruned"):
         net.tasks["a"].prune(0.5)
     assert torch.equal(net(images(), task="a"), before)
     net.remove_task("b")
@@ -341,7 +341,7 @@ def test_parts_that_do_not_fit_are_refused_and_change_nothing():
         ({**parts, "mask": parts["mask"][1:]}, "parts should be"),
         ({**parts, "values": parts["values"][1:]}, "parts should be"),
         ({"mask": parts["mask"], "values": parts["values"]}, "parts should be"),
-        ({**parts, "mask": everything, "values": torch.zeros(20)}, "an earlier task holds"),
+        ({**parts, "mask": everything, "values": torch.zeros(20)}, "owns weights of an earlier task"),
     ]:
         with pytest.raises(CorruptError, match=message):
             blank.restore(bad)

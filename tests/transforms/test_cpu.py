@@ -13,7 +13,7 @@ from torch import nn
 from bitgraft.methods.masked import MaskOptions
 from bitgraft.transforms import affine as equation
 from bitgraft.transforms import cpu, kernels
-from bitgraft.transforms.affine import Operands, affine, compute, plain
+from bitgraft.transforms.affine import Operands, affine, compute, compute_in_torch
 from bitgraft.transforms.base import Weight
 from bitgraft.transforms.bits import pack
 from bitgraft.transforms.masked import Masked, MaskRule, transformed
@@ -24,7 +24,7 @@ ODD = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45,
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch):
     """Take tensors of any size, in pieces so short that weights of a few elements have several."""
-    monkeypatch.setattr(equation, "SMALL", 0)
+    monkeypatch.setattr(equation, "MIN_COMPILED", 0)
     monkeypatch.setattr(cpu, "PIECE", 37)
 
 
@@ -152,7 +152,7 @@ def test_many_weights_in_one_call_are_as_one_by_one(sizes):
         out = torch.full_like(weight, float("nan")) if seed % 2 else None
         held.append(Operands(weight, pack(scores >= 0), k, out=out))
     for one, found in zip(held, compute(held), strict=True):
-        assert torch.equal(found, plain(one))
+        assert torch.equal(found, compute_in_torch(one))
         assert torch.equal(found, compute([one])[0])
         assert one.out is None or not one.weight.is_contiguous() or found is one.out
 
@@ -233,7 +233,7 @@ def test_a_layer_learns_the_same_with_and_without_the_compiled_loops(
     upstream = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(4))
     results = []
     for fast in (True, False):
-        monkeypatch.setattr(equation, "SMALL", 0 if fast else 1 << 40)
+        monkeypatch.setattr(equation, "MIN_COMPILED", 0 if fast else 1 << 40)
         made = build(weight, options.rule(weight), tensor, k2_scaled_by_r)
         made.channels_last = channels_last
         learning = made(tensor)
@@ -288,7 +288,7 @@ def run(script: str, folder, **env: str) -> subprocess.CompletedProcess[str]:
 COMPUTED = """
 import os, sys, torch
 from bitgraft.transforms import kernels
-from bitgraft.transforms.affine import Operands, compute, plain
+from bitgraft.transforms.affine import Operands, compute, compute_in_torch
 torch.set_num_threads(2)
 def given(rows):
     weight, bits = torch.randn(rows, 64), torch.full((rows * 8,), 85, dtype=torch.uint8)
@@ -305,13 +305,13 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 SMALL = """
 small = given(64)
-assert torch.equal(compute([small])[0], plain(small)) and "numba" not in sys.modules
+assert torch.equal(compute([small])[0], compute_in_torch(small)) and "numba" not in sys.modules
 found = compute([small, given(1 << 12)])[0]
-assert torch.equal(found, plain(small)) and "numba" in sys.modules
+assert torch.equal(found, compute_in_torch(small)) and "numba" in sys.modules
 """
 OFF = """
 large = given(1 << 12)
-assert torch.equal(compute([large])[0], plain(large)) and kernels.loops() is None
+assert torch.equal(compute([large])[0], compute_in_torch(large)) and kernels.loops() is None
 assert compute([large])[0].shape == large.weight.shape  # a second time
 """
 

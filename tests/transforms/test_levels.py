@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 from bitgraft import Config, Network, TaskError, compact, fit
 from bitgraft.format.inspect import inspect_file
 from bitgraft.transforms.base import Weight
-from bitgraft.transforms.levels import DEAD, Levels, entropy, quantized, spend
+from bitgraft.transforms.levels import Levels, entropy, fit_cells, quantize
 
 
 def levels(shape: tuple[int, ...] = (40, 50), seed: int = 0, scale: float = 0.01) -> Levels:
@@ -22,8 +22,7 @@ def levels(shape: tuple[int, ...] = (40, 50), seed: int = 0, scale: float = 0.01
 
 def test_whole_steps_against_the_definition():
     change = torch.tensor([0.0, 0.1, -0.64, 0.66, -1.64, 1.66, 1000.0])
-    assert quantized(change, 1.0).tolist() == [0, 0, 0, 1, -1, 2, 127]
-    assert math.isclose(DEAD, 0.65)
+    assert quantize(change, 1.0).tolist() == [0, 0, 0, 1, -1, 2, 127]
 
 
 def test_entropy_against_the_definition():
@@ -57,7 +56,7 @@ def test_gradients_go_straight_through_and_hardness_mixes():
 @pytest.mark.parametrize("budget", [0.3, 1.0, 3.0])
 def test_cells_spend_the_budget(budget):
     some = [levels((60, 70), 1), levels((50, 99), 2, scale=0.1), levels((9, 9), 3, scale=0.0)]
-    spend(some, budget * (60 * 70 + 50 * 99), sample=1 << 20)
+    fit_cells(some, budget * (60 * 70 + 50 * 99), sample=1 << 20)
     taken = sum(one.bits() - 32 for one in some)
     assert taken == pytest.approx(budget * (60 * 70 + 50 * 99), rel=0.02)
     assert float(some[0].cell) < float(some[1].cell)
@@ -66,7 +65,7 @@ def test_cells_spend_the_budget(budget):
 def test_states_of_learning_and_frozen_levels_refuse_each_other():
     learning, frozen = levels(), levels()
     frozen.freeze()
-    with pytest.raises(TaskError, match="is frozen here and learns in this state, or the reverse"):
+    with pytest.raises(TaskError, match="is still training, but in this state dict it is frozen: freeze"):
         learning.load_state_dict(frozen.state_dict())
 
 

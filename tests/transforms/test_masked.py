@@ -362,7 +362,7 @@ def test_a_transform_without_an_equation_says_so():
 
 def slow_following(made: Masked, tensor: torch.Tensor) -> torch.Tensor:
     """W~ where k2 follows R, one output channel at a time, from the words of `Masked.scale_k2_by_r`."""
-    k = dict(zip(made.rule.kept, made.k.detach(), strict=True))
+    k = dict(zip(made.rule.k_rows, made.k.detach(), strict=True))
     out = torch.empty_like(tensor)
     for channel in range(len(tensor)):
         rows = slice(channel, channel + 1) if made.rule.per_channel else slice(None)

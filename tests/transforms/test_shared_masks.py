@@ -36,7 +36,7 @@ from bitgraft.training.presets import QUICK
 from bitgraft.transforms.base import Weight
 from bitgraft.transforms.bits import pack, packed_size
 from bitgraft.transforms.masked import Masked, MaskRule
-from bitgraft.transforms.shared_masks import Borrowing, LearnedMix, mixed, own_mask
+from bitgraft.transforms.shared_masks import Borrowing, LearnedTerms, borrowed_terms, own_mask
 from bitgraft.workflows.train_task import Request, open_store, train
 
 IMAGES = batch(6)
@@ -65,7 +65,7 @@ def drawn(shape: tuple[int, ...], tasks: int, seed: int) -> tuple[torch.Tensor, 
 @given(st.lists(st.integers(1, 5), min_size=2, max_size=4), st.integers(1, 3), st.integers(0, 2**20))
 def test_the_sum_is_the_equations(shape, tasks, seed):
     weight, masks, k = drawn(tuple(shape), tasks, seed)
-    found = mixed(weight, list(map(pack, masks)), k)
+    found = borrowed_terms(weight, list(map(pack, masks)), k)
     assert found.flatten().tolist() == pytest.approx(reference(weight, masks, k), rel=1e-5, abs=1e-6)
 
 
@@ -77,7 +77,7 @@ def test_its_gradient_is_what_differentiating_the_equation_gives(large, tasks, s
         weight = weight.to(memory_format=torch.channels_last)
     mine, plain = k.clone().requires_grad_(), k.double().requires_grad_()
     cost = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed + 1))
-    (LearnedMix.apply(mine, weight, *map(pack, masks)) * cost).sum().backward()
+    (LearnedTerms.apply(mine, weight, *map(pack, masks)) * cost).sum().backward()
     wide = weight.double()
     whole = sum(k2 * mask + k3 * wide * mask for mask, (k2, k3) in zip(masks, plain, strict=True))
     (whole * cost).sum().backward()
@@ -435,8 +435,8 @@ def test_starting_and_borrowing_together():
     ("start", "options", "error", "said"),
     [
         ("b", {}, UnknownTaskError, "no task 'b'"),
-        ("a", {"per": "channel"}, TaskError, "one k per layer there and per channel here"),
-        ("a", {"k1": 0.0}, TaskError, "k1 = .* where it is to stay 0 here"),
+        ("a", {"per": "channel"}, TaskError, "one k per layer in one task and one per channel in the other"),
+        ("a", {"k1": 0.0}, TaskError, "k1 = .* in the earlier task, but here it is fixed to 0"),
         ("a", {"method": "simple"}, TaskError, "'simple' takes no masks"),
         ("lora", {}, TaskError, "cannot begin as 'lora': its 'stem.weight' is no mask"),
         ("mixing", {}, TaskError, "cannot begin as 'mixing': its 'stem.weight' is no mask that stands by itself"),
