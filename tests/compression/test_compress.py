@@ -209,8 +209,8 @@ def broken(state: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]:
     [
         ("missing", r"1 tensors of the network are not in it \('stem.weight'\)"),
         ("stray", r"1 of its tensors are not the network's \('other.weight'\)"),
-        ("shape", r"'stem.weight' is \(160, 3, 5, 5\) where the network has \(160, 3, 3, 3\)"),
-        ("head", r"'fc.weight' is \(4, 9\) where the network has \(4, 160\)"),
+        ("shape", r"'stem.weight' is \(160, 3, 5, 5\) but \(160, 3, 3, 3\) in the network"),
+        ("head", r"'fc.weight' is \(4, 9\) but \(4, 160\) in the network"),
         ("nan", "not finite in 1 tensors, first 'norm1.running_var'"),
     ],
 )

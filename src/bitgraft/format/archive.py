@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bitgraft.backbone.files import aligned_room, check_name, read_whole, write_atomically
+from bitgraft.backbone.files import aligned_buffer, check_name, read_whole, write_atomically
 from bitgraft.backbone.layers import COUNTER
 from bitgraft.errors import CorruptError, TaskError
 from bitgraft.format import compact, container, description, entropy_coding
@@ -97,7 +97,7 @@ def to_bytes(archive: Archive, *, coded: bool = False) -> bytes:
 def from_bytes(data: bytes | memoryview, source: str = "the task file") -> Archive:
     """Read and check a file's bytes. Whatever is wrong is an `ArchiveError` that says what."""
     if isinstance(data, bytes):
-        given, data = data, aligned_room(len(data))
+        given, data = data, aligned_buffer(len(data))
         data[:] = given
     about, tensors = container.decode(data, source)
     sizes = {key: tensor.nbytes for key, tensor in tensors.items()}

@@ -34,7 +34,7 @@ def affine(batch: Sequence[Operands]) -> list[Tensor]:
     for one in batch:
         layout = torch.channels_last if one.channels_last else torch.preserve_format
         out = one.out
-        if out is None or not _matches(out, one.weight):
+        if out is None or _layout(out) != _layout(one.weight):
             out = torch.empty_like(one.weight, memory_format=layout, requires_grad=False)
         k, area = _k(one.k), _transposed_area(one.weight, out)
         weight, to = _rows([one.weight, out], k, area)
@@ -61,9 +61,8 @@ def gradients(grad: Tensor, one: Operands) -> tuple[Tensor, Tensor]:
     return out, totals.t().reshape(one.k.shape).to(one.k.dtype)
 
 
-def _matches(out: Tensor, weight: Tensor) -> bool:
-    same = out.shape == weight.shape and out.stride() == weight.stride()
-    return same and (out.dtype, out.device) == (weight.dtype, weight.device)
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _rows(tensors: Sequence[Tensor], k: NDArray[Any], area: int) -> list[NDArray[Any]]:
