@@ -32,7 +32,7 @@ def write_atomically(path: str | Path, *chunks: bytes | memoryview) -> None:
     try:
         target = Path(os.path.realpath(path))  # a link stays a link
         if target.exists() and not target.is_file():
-            raise ArchiveError(f"cannot write {path}: it is {_kind(target)}; give the name of a file")
+            raise OSError(f"it is {_kind(target)}; give the name of a file")
         sweep_parts(target.parent)
         part = target.parent / PART.format(secrets.token_hex(8))
         try:
@@ -45,8 +45,6 @@ def write_atomically(path: str | Path, *chunks: bytes | memoryview) -> None:
             with contextlib.suppress(OSError):
                 part.unlink()
             raise
-    except ArchiveError:
-        raise
     except (OSError, ValueError) as cause:
         raise ArchiveError(f"cannot write {path}: {_reason(cause, path)}; nothing was changed") from cause
     _flush_folder(target.parent)
@@ -65,12 +63,10 @@ def read_whole(path: str | Path) -> memoryview:
     """Return a regular file's bytes in an aligned buffer. Reading a pipe or a device might never end."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise ArchiveError(f"cannot read {path}: it is {_kind(Path(path))}; give the name of a file")
+            raise OSError(f"it is {_kind(Path(path))}; give the name of a file")
         with open(path, "rb") as file:
             buffer = aligned_buffer(os.fstat(file.fileno()).st_size)
             return buffer[: file.readinto(buffer)]
-    except ArchiveError:
-        raise
     except (OSError, ValueError) as cause:
         raise ArchiveError(f"cannot read {path}: {_reason(cause, path)}") from cause
 

@@ -35,7 +35,7 @@ def find_heads(backbone: nn.Module, seen: Trace) -> tuple[str, ...] | None:
 def named_heads(backbone: nn.Module, seen: Trace, given: str | Sequence[str] | None) -> tuple[str, ...]:
     """Return the layers that match the user's patterns. Heads that are combined must be named together."""
     patterns = [given] if isinstance(given, str) else list(given or ())
-    layers = [path for path, layer in backbone.named_modules() if path and _has_tensors(layer)]
+    layers = [path for path, layer in backbone.named_modules() if path and [*layer.parameters(), *layer.buffers()]]
     for pattern in patterns:
         if not any(fnmatchcase(path, pattern) for path in layers):
             raise BackboneError(f"the backbone has no layer {pattern!r} with weights; {heads_hint(backbone)}")
@@ -56,7 +56,3 @@ def heads_hint(backbone: nn.Module) -> str:
     linear = [name for name, module in backbone.named_modules() if isinstance(module, nn.Linear)]
     last = ", ".join(repr(name) for name in linear[-3:])
     return f"its last linear layers are {last}" if last else "it has no linear layer"
-
-
-def _has_tensors(layer: nn.Module) -> bool:
-    return next(layer.parameters(), None) is not None or next(layer.buffers(), None) is not None

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from bitgraft.errors import CorruptError, TaskError
 
+PART_DTYPES = {"mask": torch.uint8, "levels": torch.int8}  # all other parts are float32
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -117,15 +119,19 @@ class ScoredTransform(Transform):
             self._hold(self.parts())
 
     def restore(self, parts: Mapping[str, Tensor]) -> None:
-        check_parts({name: tuple(t.shape) for name, t in self._empty_parts().items()}, parts)
+        check_parts(self._part_shapes(), parts)
         self._hold(parts)
+
+    def _empty_parts(self) -> dict[str, Tensor]:
+        """Return `parts` without values, for a transform that waits for `restore`."""
+        shapes = self._part_shapes().items()
+        return {n: torch.empty(s, dtype=PART_DTYPES.get(n, torch.float32), device="meta") for n, s in shapes}
 
     def _hold(self, parts: Mapping[str, Tensor]) -> None:
         """Become frozen with these parts."""
         raise NotImplementedError
 
-    def _empty_parts(self) -> dict[str, Tensor]:
-        """Return `parts` without values, on the meta device."""
+    def _part_shapes(self) -> dict[str, tuple[int, ...]]:
         raise NotImplementedError
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:

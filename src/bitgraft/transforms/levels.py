@@ -93,11 +93,8 @@ class Levels(ScoredTransform):
         levels, step = self._quantized()
         return {"levels": levels.to(torch.int8), "step": step}
 
-    def _empty_parts(self) -> dict[str, Tensor]:
-        return {
-            "levels": torch.empty(self.weight.shape, dtype=torch.int8, device="meta"),
-            "step": torch.empty((), dtype=torch.float32, device="meta"),
-        }
+    def _part_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"levels": tuple(self.weight.shape), "step": ()}
 
     def _hold(self, parts: Mapping[str, Tensor]) -> None:
         self.scores = self.cell = None

@@ -184,12 +184,9 @@ class Masked(ScoredTransform):
             return {"mask": pack(self.mask()), "k": self.values().detach()}
         return self._empty_parts()
 
-    def _empty_parts(self) -> dict[str, Tensor]:
-        size, k = packed_size(self.weight.shape.numel()), (4, self.weight.outputs) if self.rule.per_channel else (4,)
-        return {
-            "mask": torch.empty(size, dtype=torch.uint8, device="meta"),
-            "k": torch.empty(k, dtype=torch.float32, device="meta"),
-        }
+    def _part_shapes(self) -> dict[str, tuple[int, ...]]:
+        k = (4, self.weight.outputs) if self.rule.per_channel else (4,)
+        return {"mask": (packed_size(self.weight.shape.numel()),), "k": k}
 
     def _hold(self, parts: Mapping[str, Tensor]) -> None:
         if self.scores is not None:
