@@ -112,9 +112,9 @@ def test_a_frozen_task_and_one_that_learns_do_not_take_each_others_state(tmp_pat
     frozen, fresh = net.tasks["t"].state_dict(), network()
     before = run(fresh, batch(), task="t")
     for strict in (True, False):
-        with pytest.raises(TaskError, match=r"is learning, and this state is of a frozen task: freeze"):
+        with pytest.raises(TaskError, match=r"is still training, but in this state dict it is frozen: freeze"):
             fresh.tasks["t"].load_state_dict(frozen, strict=strict)
-        with pytest.raises(TaskError, match="is frozen, and this state is of a task that learns"):
+        with pytest.raises(TaskError, match="is frozen, but in this state dict it is still training"):
             net.tasks["t"].load_state_dict(learning, strict=strict)
     assert torch.equal(run(fresh, batch(), task="t"), before)
     fresh.tasks["t"].freeze().load_state_dict(frozen)

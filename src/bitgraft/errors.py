@@ -1,40 +1,39 @@
-"""Everything that bitgraft raises on purpose, one tree:
+"""All exceptions that bitgraft raises on purpose:
 
     BitgraftError
-    ├── BackboneError          the backbone cannot be read, or is not what a call needs
-    │   └── UnknownBackboneError   no network goes by that name
-    ├── TaskError              a task's name, classes, head or options do not fit
-    │   ├── UnknownTaskError   no task of that name
-    │   └── NoFreeWeightsError PackNet has no weights left for a further task
-    ├── TrainingError          training cannot start, or cannot go on
-    │   └── StoppedError       it was asked to stop, and can be resumed
-    ├── StoreError             a folder is no store, or of another backbone
-    ├── SuiteError             a benchmark's suite says something that cannot be run
-    ├── ServingError           a service cannot start, or cannot answer a request
+    ├── BackboneError          the backbone cannot be used, or does not fit the call
+    │   └── UnknownBackboneError   no network has that name
+    ├── TaskError              a task's name, classes, head or options are invalid
+    │   ├── UnknownTaskError   no task has that name
+    │   └── NoFreeWeightsError PackNet has no weights left for another task
+    ├── TrainingError          training cannot start or continue
+    │   └── StoppedError       training was stopped on request, and can be resumed
+    ├── StoreError             a folder is not a store, or belongs to another backbone
+    ├── SuiteError             a benchmark suite is invalid
+    ├── ServingError           the service cannot start, or cannot answer a request
     ├── FigureError            a figure cannot be drawn or written
-    ├── ExportError            a task cannot be written in another format, or the file would not say the same
-    ├── SharingError           a task file cannot be fetched or sent
-    ├── DataError              images, labels or splits are missing, unreadable or do not fit together
-    └── ArchiveError           a task file is refused
-        ├── CorruptError       truncated, changed, or not a task file at all
-        ├── NewerFormatError   written by a later bitgraft
-        ├── WrongBackboneError belongs to another backbone
-        ├── UnsafeNameError    a task name that is no plain file name
+    ├── ExportError            a task cannot be exported, or the exported file gives different results
+    ├── SharingError           a task file cannot be downloaded or uploaded
+    ├── DataError              images, labels or splits are missing, unreadable or inconsistent
+    └── ArchiveError           a task file cannot be read or written
+        ├── CorruptError       truncated, modified, or not a task file
+        ├── NewerFormatError   written by a newer bitgraft
+        ├── WrongBackboneError made for another backbone
+        ├── UnsafeNameError    the task's name is not a plain file name
         ├── ClassesError       the class list does not fit the head
-        └── MissingTaskError   depends on a task that is not here
+        └── MissingTaskError   depends on a task that is not loaded
 
-Every message says what is wrong, where, and what to do. What is only worth knowing is a `BackboneWarning` or a
-`DataWarning`.
+Every message says what is wrong, where, and what to do. Warnings are `BackboneWarning` and `DataWarning`.
 """
 
 
 def how_to_install(extra: str) -> str:
-    """What to type for packages that not everybody needs. bitgraft is not on a package index yet."""
+    """Return the command that installs an extra. bitgraft is not on a package index yet."""
     return f"in your clone of bitgraft, pip install '.[{extra}]'"
 
 
 class BitgraftError(Exception):
-    """The root: `except BitgraftError` catches whatever a user can mend."""
+    """The base class: `except BitgraftError` catches everything that the user can fix."""
 
 
 class BackboneError(BitgraftError, ValueError):
@@ -42,7 +41,7 @@ class BackboneError(BitgraftError, ValueError):
 
 
 class BackboneWarning(UserWarning):
-    """A backbone works, but hardly any of it could be changed by a task."""
+    """A backbone works, but tasks can change little of it."""
 
 
 class UnknownBackboneError(BackboneError):
@@ -54,7 +53,7 @@ class TaskError(BitgraftError, ValueError):
 
 
 class UnknownTaskError(TaskError, KeyError):
-    __str__ = Exception.__str__  # KeyError would show the message in quotes
+    __str__ = Exception.__str__  # KeyError would quote the message
 
 
 class NoFreeWeightsError(TaskError):
@@ -66,11 +65,11 @@ class TrainingError(BitgraftError, RuntimeError):
 
 
 class StoppedError(TrainingError):
-    """The run was asked to stop, and can be resumed."""
+    pass
 
 
 class DataWarning(UserWarning):
-    """Images will do for training, but not as well as they might."""
+    """The images can be used for training, but not to the best effect."""
 
 
 class DataError(BitgraftError, ValueError):

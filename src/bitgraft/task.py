@@ -13,7 +13,7 @@ from bitgraft.backbone.anatomy import Anatomy
 from bitgraft.backbone.files import check_name as check_name
 from bitgraft.errors import TaskError
 from bitgraft.transforms.base import Prunable, Transform, widened
-from bitgraft.transforms.levels import Levels, keep_to
+from bitgraft.transforms.levels import Levels, fit_cells_to_file
 from bitgraft.transforms.masked import Masked, transformed
 from bitgraft.transforms.shared_masks import own_mask
 
@@ -171,7 +171,7 @@ class Task(nn.Module):
         self._other_bits = other_bits if other_bits is not None else self._other_bits
         if levels := self.learned_levels():
             vectors = [p for n, p in self.owned.items() if n in self.anatomy.norm_of and isinstance(p, nn.Parameter)]
-            keep_to(levels, self.metadata.options["bits"], vectors, self._other_bits)
+            fit_cells_to_file(levels, self.metadata.options["bits"], vectors, self._other_bits)
 
     def exchange(self, gone: Iterable[str], transforms: Mapping[str, Transform]) -> None:
         """Replace tensors owned outright by transforms."""

@@ -19,7 +19,7 @@ def facts(anatomy):
     return {name: (weight.feeds, weight.scale_free) for name, weight in anatomy.weights.items()}
 
 
-# what feeds a norm
+# layers that feed a norm
 
 
 def test_a_convolution_that_feeds_only_a_batch_norm_is_scale_free_even_with_a_bias():
@@ -29,14 +29,9 @@ def test_a_convolution_that_feeds_only_a_batch_norm_is_scale_free_even_with_a_bi
 
 @pytest.mark.parametrize("norm", [nn.GroupNorm(2, 4), nn.LayerNorm([4, 8, 8])])
 @pytest.mark.parametrize("bias", [True, False])
-def test_layer_and_group_norm_undo_a_scale_only_where_there_is_no_bias(norm, bias):
+def test_layer_and_group_norm_cancel_a_scale_only_without_a_bias(norm, bias):
     net = layered(nn.Conv2d(3, 4, 3, padding=1, bias=bias), norm)
     assert facts(read_anatomy(net, example=(1, 3, 8, 8))) == {"0.weight": ("1", not bias)}
-
-
-def test_instance_norm_undoes_a_scale_and_a_bias():
-    net = layered(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True))
-    assert facts(read_anatomy(net)) == {"0.weight": ("1", True)}
 
 
 @pytest.mark.parametrize(
@@ -44,31 +39,31 @@ def test_instance_norm_undoes_a_scale_and_a_bias():
     [
         (nn.BatchNorm2d(4), True, True),
         (nn.InstanceNorm2d(4), True, True),
+        (nn.InstanceNorm2d(4, affine=True), True, True),
         (nn.GroupNorm(2, 4), False, False),
-        (nn.GroupNorm(4, 4), True, True),  # one group for each channel
+        (nn.GroupNorm(4, 4), True, True),  # one group per channel
         (nn.LayerNorm([4, 8, 8]), False, False),
     ],
 )
-def test_only_a_norm_of_each_channel_by_itself_undoes_a_scale_for_each(norm, bias, undone):
+def test_only_per_channel_norms_cancel_a_scale_per_channel(norm, bias, undone):
     net = layered(nn.Conv2d(3, 4, 3, padding=1, bias=bias), norm).eval()
     weight = read_anatomy(net, example=(1, 3, 8, 8)).weights["0.weight"]
-    assert weight.channels_scale_free == undone
-    assert weight.scale_free
+    assert (weight.feeds, weight.scale_free, weight.channels_scale_free) == ("1", True, undone)
     task = Network(net, example=(1, 3, 8, 8)).add_task("t", classes=2, per="channel")
     assert (0 in task.transforms["0.weight"].rule.learned) == (not undone)
     images, scaled = batch(2, 3, 8, 8), nn.Conv2d(3, 4, 3, padding=1, bias=bias)
     scaled.load_state_dict(net[0].state_dict())
     scaled.weight.data *= torch.tensor([0.5, 2.0, 3.0, 5.0]).view(4, 1, 1, 1)
-    norm.train()  # as a task learns; what the claim means
+    norm.train()  # as in training
     assert torch.allclose(norm(scaled(images)), norm(net[0](images)), atol=1e-3) == undone
 
 
-def test_a_frozen_batch_norm_undoes_nothing():
+def test_a_frozen_batch_norm_cancels_nothing():
     net = layered(nn.Conv2d(3, 4, 3, bias=False), timm.layers.FrozenBatchNormAct2d(4))
     assert facts(read_anatomy(net)) == {"0.weight": ("1", False)}
 
 
-def test_what_lies_between_a_layer_and_a_norm_parts_them():
+def test_a_layer_feeds_a_norm_only_directly():
     net = layered(
         nn.Conv2d(3, 4, 3), nn.ReLU(), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.MaxPool2d(2), nn.BatchNorm2d(4)
     )
@@ -76,7 +71,7 @@ def test_what_lies_between_a_layer_and_a_norm_parts_them():
 
 
 class Residual(nn.Module):
-    """A pre-activation block: what the convolution gives goes into the norm, and past it."""
+    """A pre-activation block: the convolution's output goes into the norm, and optionally around it."""
 
     def __init__(self, around: bool) -> None:
         super().__init__()
@@ -89,7 +84,7 @@ class Residual(nn.Module):
         return self.fc((z + y if self.around else z).mean((2, 3)))
 
 
-def test_a_residual_around_the_norm_takes_the_same_tensor_so_its_scale_is_not_undone():
+def test_a_weight_is_not_scale_free_if_a_residual_bypasses_the_norm():
     assert facts(read_anatomy(Residual(around=False))) == {"conv.weight": ("norm", True)}
     assert facts(read_anatomy(Residual(around=True))) == {"conv.weight": (None, False)}
 
@@ -100,11 +95,11 @@ class Early(Residual):
         return self.fc(F.relu(self.norm(y)).mean((2, 3))), y
 
 
-def test_a_tensor_that_the_network_also_gives_out_is_not_scale_free():
+def test_a_weight_is_not_scale_free_if_its_output_is_also_returned():
     assert facts(read_anatomy(Early(around=False))) == {"conv.weight": (None, False)}
 
 
-def test_a_wide_resnets_last_convolutions_add_up_before_their_norm():
+def test_the_scale_free_weights_of_a_wide_resnet():
     weights = read_anatomy(wide_resnet(10, 1, 5)).weights
     assert {name for name, w in weights.items() if w.scale_free} == {
         "conv1.weight",
@@ -149,7 +144,7 @@ class Encoder(nn.Module):
 
 
 class Backwards(nn.Module):
-    """Holds its layers in the order opposite to that in which they run."""
+    """Defines its layers in reverse order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,13 +172,13 @@ class Tied(nn.Module):
         return self.fc(self.b(self.norm(self.a(x)).relu()).mean((2, 3)))
 
 
-def test_a_tied_weight_is_one_weight_and_scale_free_only_where_every_use_is():
+def test_a_tied_weight_is_scale_free_only_if_every_use_is():
     anatomy = read_anatomy(Tied())
     assert facts(anatomy) == {"a.weight": (None, False)}
     assert anatomy.places["a.weight"] == [("a", "weight"), ("b", "weight")]
 
 
-def test_a_task_on_a_tied_weight_replaces_it_in_every_place():
+def test_a_task_replaces_a_tied_weight_everywhere():
     torch.manual_seed(0)
     backbone = Tied().eval()
     net, x = Network(backbone), batch()
@@ -200,21 +195,21 @@ def test_a_task_on_a_tied_weight_replaces_it_in_every_place():
 # the head
 
 
-def test_the_head_is_the_linear_layer_whose_output_comes_out():
+def test_the_head_is_the_linear_layer_whose_output_is_returned():
     anatomy = read_anatomy(tiny())
     assert (anatomy.head, anatomy.head_known, anatomy.features) == ("fc", True, 8)
     assert anatomy.head_names() == ["fc.weight", "fc.bias"]
     assert "fc.weight" not in anatomy.weights
 
 
-def test_a_head_whose_maps_are_pooled_is_known_by_the_number_of_classes():
+def test_a_head_before_pooling_is_found_by_the_number_of_classes():
     net = torchvision.models.squeezenet1_1(num_classes=7)
     assert read_anatomy(net, example=(1, 3, 64, 64)).head == "classifier.1"
     del net.num_classes
     assert not read_anatomy(net, example=(1, 3, 64, 64)).head_known
 
 
-def test_naming_one_of_several_heads_says_which_belong_together():
+def test_heads_that_are_combined_must_be_named_together():
     with pytest.raises(BackboneError, match=r"combines head, head_dist: pass head=\('head', 'head_dist'\)"):
         read_anatomy(timm.create_model("deit_tiny_distilled_patch16_224", depth=1), head="head")
 
@@ -225,13 +220,13 @@ def test_a_head_is_found_through_a_view_of_its_output():
     assert (anatomy.head, anatomy.features) == ("3", 4)
 
 
-def test_timms_features_backbone_has_no_head_and_says_so():
+def test_timms_feature_backbones_have_no_head():
     anatomy = read_anatomy(timm.create_model("resnet10t", num_classes=0), example=(1, 3, 32, 32))
     assert (anatomy.head, anatomy.head_known, anatomy.features) == (None, True, 512)
 
 
 @pytest.mark.parametrize("ending", [nn.ReLU(inplace=True), nn.Softmax(1), nn.Sigmoid()])
-def test_an_activation_behind_the_last_layer_hides_the_head(ending):
+def test_an_activation_after_the_last_layer_hides_the_head(ending):
     net = Network(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2), ending))
     assert (net.anatomy.head, net.anatomy.head_known) == (None, False)
     for head in ("auto", None, nn.Linear(4, 2)):
@@ -261,7 +256,7 @@ def test_a_pattern_for_everything_leaves_the_head_out():
     assert list(read_anatomy(tiny(), transform="*").weights) == ["stem.weight", "depthwise.weight", "pointwise.weight"]
 
 
-def test_the_head_can_be_named_or_denied():
+def test_the_head_can_be_named_or_none():
     named = read_anatomy(tiny(), head="pointwise")
     assert (named.head, named.features) == ("pointwise", 8)
     assert "fc.weight" in named.weights
@@ -281,7 +276,7 @@ def test_a_head_that_is_not_there_is_refused():
         read_anatomy(tiny(), head="classifier")
 
 
-def test_what_tasks_share_untouched_is_listed():
+def test_parameters_that_tasks_do_not_change_are_listed():
     assert read_anatomy(tiny()).outside == ("pointwise.bias",)
 
 
@@ -298,20 +293,20 @@ class Table(nn.Module):
         return self.fc(self.inner(x) + (self.entries(torch.tensor(0)) if callable(self.entries) else self.entries[0]))
 
 
-def test_a_backbone_that_tasks_hardly_change_is_warned_of_with_the_share():
+def test_a_backbone_that_tasks_hardly_change_warns_with_the_share():
     table = Table(nn.Parameter(torch.zeros(10, 4)))
     with pytest.warns(
         BackboneWarning, match=r"only 37% of the parameters of Table; it leaves 'entries', 'inner\.bias'"
     ):
         Network(table)
-    read_anatomy(table, transform="*")  # transformed, and whoever names weights has chosen
+    read_anatomy(table, transform="*")  # no warning if the user chooses the weights
 
 
-def test_embeddings_are_shared_by_design_and_do_not_count():
+def test_embeddings_do_not_count():
     read_anatomy(Table(nn.Embedding(1000, 4)))
 
 
-# backbones that cannot be read
+# backbones that are refused
 
 
 class Picky(nn.Module):
@@ -349,7 +344,7 @@ def integer():
 
 
 class Int8(torch.Tensor):
-    """As torchao holds quantised weights: a tensor that says float and is something else."""
+    """Like torchao's quantised weights: a tensor subclass with a float dtype."""
 
 
 def subclassed():
@@ -385,7 +380,7 @@ REFUSED = {
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning", "ignore:torch.quantize_per_tensor:UserWarning")
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_a_backbone_gets_a_sentence_of_its_own(case):
+def test_modules_that_cannot_be_a_backbone_are_refused(case):
     make, sentence = REFUSED[case]
     with pytest.raises(BackboneError, match=sentence):
         Network(make())

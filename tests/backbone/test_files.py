@@ -1,4 +1,4 @@
-"""A save that is killed or fails leaves the old file or none, and says where it failed."""
+"""A killed or failed save leaves the old file or none, and the error names the file."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ GOLDEN = bitgraft.read_archive(Path(__file__).parents[1] / "golden" / "format-1.
 OLD, NEW = (archive.to_bytes(dataclasses.replace(GOLDEN, metrics={"version": version})) for version in ("old", "new"))
 KILLS = 24
 
-# Saves the same path for ever, slowed down so that a kill meets it before, within and after every step.
+# Saves to the same path in a loop, slowed down so that kills hit every stage of a save.
 SAVING = """
 import os, sys, time
 from bitgraft.backbone import files
@@ -69,7 +69,7 @@ def parts(folder: Path) -> list[Path]:
 
 
 def wait_for(moment: str, target: Path, known: set[Path], rng: random.Random) -> None:
-    """Sleep for a while, or until a part is seen to grow, or until the new file is in place."""
+    """Wait for a random time, until a part file grows, or until the new file is in place."""
     if moment == "random":
         return time.sleep(rng.uniform(0, 0.1))
     until = time.monotonic() + 20
@@ -81,7 +81,7 @@ def wait_for(moment: str, target: Path, known: set[Path], rng: random.Random) ->
             with contextlib.suppress(FileNotFoundError):
                 if any(0 < part.stat().st_size < len(NEW) // 2 for part in grown):
                     return None
-    pytest.fail(f"the child has not come to be {moment} in 20 s")
+    pytest.fail(f"the child was not {moment} within 20 s")
 
 
 def test_a_killed_save_leaves_the_old_file_or_the_new_one_or_none(tmp_path: Path) -> None:
@@ -106,15 +106,15 @@ def test_a_killed_save_leaves_the_old_file_or_the_new_one_or_none(tmp_path: Path
         found.add(bitgraft.read_archive(target).metrics["version"] if target.exists() else "none")
         cut += any(part.stat().st_size < len(NEW) for part in set(parts(folder)) - known)
         assert [path for path in folder.iterdir() if path not in parts(folder)] in ([], [target])
-    assert found == {"none", "old", "new"}, "kills were to come before, during and after a save"
-    assert cut >= 4, "kills were to cut saves short"
+    assert found == {"none", "old", "new"}, "kills should come before, during and after a save"
+    assert cut >= 4, "kills should interrupt saves"
     for part in parts(folder):
         if part.stat().st_size < len(OLD):
             with pytest.raises(CorruptError):
                 bitgraft.read_archive(part)
 
 
-def test_what_killed_saves_left_is_swept_once_it_is_old(tmp_path: Path) -> None:
+def test_old_part_files_are_removed(tmp_path: Path) -> None:
     stale, fresh, other = (tmp_path / name for name in (".bitgraft-1.part", ".bitgraft-2.part", ".other.part"))
     for path in (stale, fresh, other):
         path.write_bytes(b"half a task")
@@ -184,7 +184,7 @@ def test_an_interrupted_save_cleans_up_and_passes_the_interruption_on(
     assert (tmp_path / "t").read_bytes() == OLD
 
 
-def test_places_that_cannot_take_a_file(tmp_path: Path) -> None:
+def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_bytes(b"")
     os.mkfifo(tmp_path / "pipe")
@@ -231,7 +231,7 @@ def test_permissions_follow_the_umask_without_touching_it(tmp_path: Path, monkey
         assert (tmp_path / "t").stat().st_mode & 0o777 == mode
 
 
-def test_the_file_is_on_disk_before_it_takes_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_on_disk_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
     fsync, replace = os.fsync, os.replace
 
@@ -250,7 +250,7 @@ def test_the_file_is_on_disk_before_it_takes_the_name(tmp_path: Path, monkeypatc
     assert steps == [("fsync", len(NEW)), ("replace", "t"), ("fsync", tmp_path)]
 
 
-def test_a_folder_that_cannot_be_flushed_does_not_fail_a_save_that_is_in_place(
+def test_a_folder_that_cannot_be_flushed_does_not_fail_a_finished_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fsync = os.fsync
@@ -275,7 +275,7 @@ def test_many_threads_saving_and_reading_one_path_never_see_half_a_file(tmp_path
             for _ in range(15):
                 files.write_atomically(tmp_path / "t", version)
                 seen.append(bytes(files.read_whole(tmp_path / "t")))
-        except BaseException as failure:  # kept for the main thread, where it fails the test
+        except BaseException as failure:  # for the main thread, where it fails the test
             failures.append(failure)
 
     threads = [threading.Thread(target=work, args=(version,)) for version in (OLD, NEW, OLD, NEW)]

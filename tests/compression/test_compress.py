@@ -207,10 +207,10 @@ def broken(state: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("missing", r"1 tensors of the network are not in it \('stem.weight'\)"),
-        ("stray", r"1 of its tensors are not the network's \('other.weight'\)"),
-        ("shape", r"'stem.weight' is \(160, 3, 5, 5\) where the network has \(160, 3, 3, 3\)"),
-        ("head", r"'fc.weight' is \(4, 9\) where the network has \(4, 160\)"),
+        ("missing", r"1 tensors of the network are missing \('stem.weight'\)"),
+        ("stray", r"1 tensors are not in the network \('other.weight'\)"),
+        ("shape", r"'stem.weight' is \(160, 3, 5, 5\) but \(160, 3, 3, 3\) in the network"),
+        ("head", r"'fc.weight' is \(4, 9\) but \(4, 160\) in the network"),
         ("nan", "not finite in 1 tensors, first 'norm1.running_var'"),
     ],
 )
@@ -418,8 +418,8 @@ def test_data_of_other_classes_calibrates_but_does_not_measure(command, tmp_path
         ("source/colors --task t --store source", 1, "has no task 'colors'; it has "),
         ("missing.pth --task t --store source", 1, "cannot read the weights missing.pth"),
         ("bare.safetensors --task t --store source --classes a,b", 1, "has 3 outputs, but 2 classes were given"),
-        ("bare.safetensors --task t --store new --backbone own_net:other", 1, "have another shape"),
-        ("bare.safetensors --task t --store source --backbone own_net:other", 1, "holds the tasks of one backbone"),
+        ("bare.safetensors --task t --store new --backbone own_net:other", 1, "have a different shape"),
+        ("bare.safetensors --task t --store source --backbone own_net:other", 1, "have a different shape"),
         ("source/colours --task t --store source --size 16", 1, "leave out --size"),
         ("source/colours --task t --store source --eval nothing-here", 1, "no data set at 'nothing-here'"),
     ],

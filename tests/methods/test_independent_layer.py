@@ -1,7 +1,7 @@
-"""The method against a plain transcription of its layer: autograd, straight-through, nothing of ours in it.
+"""The method against an independent layer in plain autograd, without any code of ours.
 
-The transcription follows the paper's equation (2) as its authors' own layer has it: W + k2 M + k3 W∘M + k1, one scalar
-each per layer, the mask by a hard threshold whose slope is taken to be one. Both sides train for 25 steps of Adam.
+The layer follows equation (2) as in the authors' own code: W + k2 M + k3 W∘M + k1, with one scalar each per layer, and
+a hard threshold with a straight-through gradient. Both train for 25 steps of Adam.
 """
 
 import copy
@@ -32,7 +32,7 @@ class Threshold(torch.autograd.Function):
 
 
 class MaskedConv(nn.Module):
-    """A convolution whose frozen weight goes through the affine map, or through the mask alone (Piggyback)."""
+    """A convolution with a frozen weight, transformed by equation (2) or only masked (Piggyback)."""
 
     def __init__(self, conv: nn.Conv2d, method: str, scores: Tensor) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class MaskedConv(nn.Module):
 
 
 class Block(nn.Module):
-    """3x3, norm, ReLU, 3x3, norm, around a shortcut."""
+    """3x3, norm, ReLU, 3x3, norm, plus a shortcut."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -68,8 +68,8 @@ def backbone() -> nn.Sequential:
     return nn.Sequential(stem, Block(16), Block(16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)).eval()
 
 
-def transcribed(net: Network, method: str) -> nn.Sequential:
-    """The plain twin of a task that has not learned yet: its R, its norms, its head."""
+def reference(net: Network, method: str) -> nn.Sequential:
+    """Return the reference of an untrained task, with the same R, norms and head."""
     task, module = net.tasks["t"], copy.deepcopy(net.backbone)
     for name, transform in task.transforms.items():
         path = name.removesuffix(".weight")
@@ -101,13 +101,13 @@ def layers(module: nn.Module) -> dict[str, MaskedConv]:
 def both(method: str) -> tuple[Network, nn.Sequential, torch.optim.Optimizer, torch.optim.Optimizer]:
     net = Network(backbone())
     task = net.add_task("t", classes=4, method=method, preset=None, seed=3).train()
-    plain = transcribed(net, method)
+    plain = reference(net, method)
     ours = torch.optim.Adam([p for p in task.parameters() if p.requires_grad], RATE, foreach=False)
     theirs = torch.optim.Adam([p for p in plain.parameters() if p.requires_grad], RATE, foreach=False)
     return net, plain, ours, theirs
 
 
-def test_piggyback_with_own_norms_is_the_same_to_the_last_bit():
+def test_piggyback_with_own_norms_agrees_bit_by_bit():
     net, plain, ours, theirs = both("piggyback-bn")
     for images, labels in batches():
         assert step(ours, net(images, task="t"), labels) == step(theirs, plain(images), labels)
@@ -116,8 +116,9 @@ def test_piggyback_with_own_norms_is_the_same_to_the_last_bit():
 
 
 def test_full_agrees_step_by_step():
-    """Left alone the two part after some steps: the whole mask sits near its threshold, and rounding decides which bits
-    turn. So after each step the twin takes over our state, and the next step is compared from there."""
+    """All R are near the threshold, where rounding decides which bits flip, so the two would diverge after some steps.
+
+    The reference therefore takes over our state after each step."""
     net, plain, ours, theirs = both("full")
     task = net.tasks["t"]
     for images, labels in batches():
@@ -126,8 +127,8 @@ def test_full_agrees_step_by_step():
             transform = task.transforms[name]
             _, k1, k2, k3 = transform.values().detach()
             assert torch.allclose(torch.stack([k1, k2, k3]), torch.stack([layer.k1, layer.k2, layer.k3]), atol=1e-6)
-            turned = (transform.mask() != (layer.scores >= 0)).float().mean()
-            assert turned < 0.01  # those whose R lies within rounding of 0
+            flipped = (transform.mask() != (layer.scores >= 0)).float().mean()
+            assert flipped < 0.01  # where R is within rounding of 0
             with torch.no_grad():
                 for mine, their in zip((k1, k2, k3), (layer.k1, layer.k2, layer.k3), strict=True):
                     their.copy_(mine)
@@ -136,7 +137,7 @@ def test_full_agrees_step_by_step():
 
 
 @pytest.mark.parametrize("method", ["full", "piggyback-bn"])
-def test_the_transcription_starts_where_the_task_does(method):
+def test_the_reference_starts_as_the_task(method):
     net, plain, _, _ = both(method)
     images, _ = batches()[0]
     with torch.no_grad():

@@ -21,7 +21,7 @@ from bitgraft.transforms.residual_adapters import Parallel, Series
 DOCS = Path(__file__).parents[2] / "docs" / "methods.md"
 METHODS = bitgraft.method_names()
 UNCHANGED = [name for name in METHODS if name != "packnet"]
-"""Methods whose tasks start as the backbone is. PackNet's first task finds weights pruned, unless it is the base."""
+"""Methods whose tasks start as the backbone. PackNet's first task starts with pruned weights."""
 
 
 def backbone(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -59,7 +59,7 @@ def images(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def shake(task: bitgraft.Task) -> None:
-    """Move everything that is learned, as training would."""
+    """Change every learned parameter, like training."""
     rng = torch.Generator().manual_seed(5)
     for role, parameter in task.roles():
         spread = 0.02 if role == "scores" else 0.1
@@ -68,14 +68,14 @@ def shake(task: bitgraft.Task) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("method", UNCHANGED)
-def test_a_task_starts_as_the_backbone_is(method, dtype):
+def test_a_task_starts_as_the_backbone(method, dtype):
     net = network(dtype)
     task = net.add_task("t", method=method, head="keep")
     for name, tensor in task.tensors().items():
         base = net.anatomy.tensor(name)
         assert tensor.dtype == base.dtype
         if name in task.owned and isinstance(base, nn.Parameter):
-            base = base.to(torch.float32).to(dtype)  # files hold what is owned in float32, and so do tasks
+            base = base.to(torch.float32).to(dtype)  # tasks and files hold owned parameters in float32
         assert torch.equal(tensor, base), name
     if dtype != torch.float64:
         assert torch.equal(net(images(dtype), task="t"), net(images(dtype)))
@@ -109,7 +109,7 @@ def test_freezing_changes_no_tensor_and_no_output(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_shaken_task_is_no_longer_the_backbone_and_all_that_is_learned_gets_a_gradient(method):
+def test_every_learned_parameter_gets_a_gradient_and_changes_the_weights(method):
     net = network().train()
     task = net.add_task("t", classes=3, method=method, **({"keep": 0.3} if method == "packnet" else {}))
     shake(task)
@@ -145,13 +145,13 @@ EXPECTED = {
     "adapters-parallel": 32 * (8 * 3 + 8 * 1 + 6 * 2 + NORM_PARAMETERS + STATISTICS),
     "adapters-series": 32 * (sum(c * c + 4 * c for c in (8, 8, 4)) + NORM_PARAMETERS + STATISTICS),
     "adapters-joint": 32 * (sum(c * c + 4 * c for c in (8, 8, 4)) + NORM_PARAMETERS + STATISTICS),
-    # the first task owns the half of every layer that was pruned, and stores two masks
+    # the first task owns the pruned half of every layer, and stores two masks
     "packnet": 2 * ENTRIES + 32 * sum(o * i - round(o * i * 0.5) for o, i in WEIGHTS.values()),
 }
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_bits_are_an_independent_count(method):
+def test_bits_against_an_independent_count(method):
     net = network()
     assert {name: (w.outputs, w.shape.numel() // w.outputs) for name, w in net.anatomy.weights.items()} == WEIGHTS
     free_scale = sum(not w.scale_free for w in net.anatomy.weights.values())
@@ -165,7 +165,7 @@ def test_bits_are_an_independent_count(method):
     assert task.freeze().bits() == expected
 
 
-def test_statistics_can_be_left_out_of_the_count_also_those_that_an_adapter_brings_along():
+def test_statistics_can_be_left_out_of_the_bits_including_an_adapters_own():
     task = network().add_task("t", classes=3, method="adapters-series")
     assert task.bits(statistics=False) == 32 * (sum(c * c + 2 * c for c in (8, 8, 4)) + NORM_PARAMETERS)
     adapter = Series(Weight("w", torch.Size((6, 3, 3, 3)), "conv"), torch.device("cpu"))
@@ -196,7 +196,7 @@ ROLES = {
 }
 
 
-def test_norms_is_the_classifier_with_norm_layers_of_its_own():
+def test_norms_is_the_classifier_with_its_own_norm_layers():
     net = network()
     first = net.add_task("norms", classes=3, method="norms", seed=1)
     second = net.add_task("classifier", classes=3, method="classifier", norms=True, seed=1)
@@ -213,7 +213,7 @@ def test_roles_name_what_is_learned(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_a_task_starts_from_depends_on_its_seed_alone(method):
+def test_initial_values_depend_only_on_the_seed(method):
     one, other = network(), network()
     other.add_task("earlier", classes=7, method="full", seed=9)
     first = one.add_task("t", classes=3, method=method, seed=1)
@@ -223,7 +223,7 @@ def test_what_a_task_starts_from_depends_on_its_seed_alone(method):
         assert torch.equal(a, b)
 
 
-def test_masks_start_where_the_papers_say():
+def test_masks_are_initialised_as_in_the_papers():
     net = network()
     for method in ("simple", "full"):
         for made in net.add_task(method, classes=3, method=method).transforms.values():
@@ -235,7 +235,7 @@ def test_masks_start_where_the_papers_say():
             assert made.rule.threshold == 5e-3
 
 
-def test_piggyback_is_full_with_k_0001_in_a_network():
+def test_piggyback_is_full_with_k_0001():
     net = network()
     task = net.add_task("piggyback", classes=3, method="piggyback")
     options = {"k0": 0, "k1": 0, "k2": 0, "k3": 1, "threshold": 5e-3, "init": [1e-2, 1e-2], "norms": False}
@@ -243,8 +243,10 @@ def test_piggyback_is_full_with_k_0001_in_a_network():
     for t in (task, other):
         shake(t)
         net(images(), task=t.name).square().sum().backward()
-    ones = [made.mask().float().mean() for made in task.transforms.values()]
-    assert all(0 < share < 1 for share in ones)
+    for name, made in task.transforms.items():
+        assert 0 < made.mask().float().mean() < 1
+        assert torch.equal(made.mask(), made.scores >= 5e-3)
+        assert torch.equal(task.tensors()[name], net.anatomy.tensor(name) * made.mask())
     for (_, a), (_, b) in zip(task.roles(), other.roles(), strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a.grad, b.grad)
@@ -254,7 +256,7 @@ def test_piggyback_is_full_with_k_0001_in_a_network():
     assert task.bits() == other.bits()
 
 
-def test_k0_is_one_where_a_norm_undoes_scale_and_learned_elsewhere():
+def test_k0_is_one_if_a_norm_cancels_the_scale_and_learned_otherwise():
     net = network()
     task = net.add_task("t", classes=3)
     by_k0 = {name: made.rule.fixed[0] for name, made in task.transforms.items()}
@@ -264,7 +266,7 @@ def test_k0_is_one_where_a_norm_undoes_scale_and_learned_elsewhere():
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_a_parallel_adapter_is_a_1x1_convolution_beside_a_larger_one(groups):
+def test_a_parallel_adapter_is_a_parallel_1x1_convolution(groups):
     torch.manual_seed(0)
     x, w = torch.randn(2, 4, 7, 9), torch.randn(6, 4 // groups, 3, 5)
     adapter = Parallel(Weight("w", w.shape, "conv", groups), w.device)
@@ -274,7 +276,7 @@ def test_a_parallel_adapter_is_a_1x1_convolution_beside_a_larger_one(groups):
     torch.testing.assert_close(together, apart)
 
 
-def test_adapters_sit_at_larger_kernels_alone_and_parallel_ones_need_a_middle():
+def test_adapters_need_larger_kernels_and_parallel_ones_odd_kernels():
     net = network()
     assert list(net.add_task("s", classes=3, method="adapters-series").transforms) == [
         "0.weight",
@@ -286,7 +288,7 @@ def test_adapters_sit_at_larger_kernels_alone_and_parallel_ones_need_a_middle():
     assert list(task.transforms) == ["1.weight"]
 
 
-def test_a_series_adapter_follows_its_layer_and_comes_before_the_norm():
+def test_a_series_adapter_is_between_its_layer_and_the_norm():
     net = network()
     task = net.add_task("t", method="adapters-series", head="keep")
     shake(task)
@@ -396,14 +398,14 @@ def test_own_takes_one_pattern_or_several():
     assert set(several.owned) - {"12.weight", "12.bias"} == {"3.bias", "4.bias"}
 
 
-def test_a_weight_owned_outright_is_not_transformed_too():
+def test_an_owned_weight_is_not_transformed():
     task = network().add_task("t", classes=3, own="10.weight")
     assert "10.weight" in task.owned
     assert "10.weight" not in task.transforms
     assert task.transforms.keys() == WEIGHTS.keys() - {"10.weight"}
 
 
-def test_finetuning_may_leave_the_norms_alone():
+def test_finetuning_without_norms():
     net = network()
     task = net.add_task("t", classes=3, method="finetune", norms=False)
     norms = {name for names in net.anatomy.norms.values() for name in names}
@@ -411,7 +413,7 @@ def test_finetuning_may_leave_the_norms_alone():
     assert task.bits() == 32 * (ENTRIES + OTHER_BIASES)
 
 
-def test_a_method_of_ones_own_is_one_function(monkeypatch):
+def test_a_custom_method_is_one_function(monkeypatch):
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
 
     def mean_free(weight, tensor, options, rng, before):
@@ -425,7 +427,7 @@ def test_a_method_of_ones_own_is_one_function(monkeypatch):
 
 
 def table(heading: str) -> list[dict[str, str]]:
-    """The first table below a heading of docs/methods.md, a row a dict."""
+    """Return the first table below a heading of docs/methods.md, one dict per row."""
     text = DOCS.read_text().split(f"\n{heading}\n", 1)[1]
     lines = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE).group().splitlines()
     cells = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines]

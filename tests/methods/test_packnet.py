@@ -38,7 +38,7 @@ def images(seed: int = 3) -> torch.Tensor:
 
 
 def train(net: bitgraft.Network, name: str, steps: int = 5) -> None:
-    """Momentum and weight decay, which would move what a careless implementation leaves within their reach."""
+    """Train with momentum and weight decay, which would change weights that are not properly frozen."""
     learned = [parameter for _, parameter in net.tasks[name].roles()]
     optimiser = torch.optim.SGD(learned, lr=0.05, momentum=0.9, weight_decay=0.01)
     labels = torch.arange(8) % 3
@@ -69,7 +69,7 @@ def free(task: bitgraft.Task) -> int:
 
 
 def smallest_kept(values: torch.Tensor, share: float) -> torch.Tensor:
-    """The slow way: sort, take the largest, the first of equals."""
+    """Slow reference: sort and take the largest; among equals the first win."""
     flat = values.reshape(-1).tolist()
     order = sorted(range(len(flat)), key=lambda i: (-abs(flat[i]), i))
     kept = torch.zeros(len(flat), dtype=torch.bool)
@@ -77,7 +77,7 @@ def smallest_kept(values: torch.Tensor, share: float) -> torch.Tensor:
     return kept.view(values.shape)
 
 
-def test_the_first_task_finds_the_largest_of_each_layer_and_owns_the_rest():
+def test_the_first_task_keeps_the_largest_weights_of_each_layer_and_owns_the_rest():
     net = network()
     task = net.add_task("a", classes=3, method="packnet", keep=0.7)
     for name, transform in packed(task).items():
@@ -113,7 +113,7 @@ def test_pruning_keeps_the_largest_of_what_the_task_owns_in_each_layer(share):
         assert torch.equal(w[~transform.free], base[~transform.free])
 
 
-def test_training_after_pruning_moves_only_what_is_left():
+def test_training_after_pruning_changes_only_owned_weights():
     net = network()
     task = learn(net, "a", prune=0.5)
     pruned = {name: transform.left() for name, transform in packed(task).items()}
@@ -127,7 +127,7 @@ def test_training_after_pruning_moves_only_what_is_left():
             assert not torch.equal(after[transform.own], before[name][transform.own])
 
 
-def test_a_second_task_changes_free_weights_alone():
+def test_a_second_task_changes_only_free_weights():
     net = network()
     first = learn(net, "a")
     second = learn(net, "b", prune=None)
@@ -176,7 +176,7 @@ def test_a_full_network_is_refused():
     with pytest.raises(NoFreeWeightsError, match="no free weights left"):
         net.add_task("b", classes=3, method="packnet")
     assert list(net.tasks) == ["a"]
-    net.tasks["a"].prune(0.75)  # the remedy that the message names, and the refusal left the task as it was
+    net.tasks["a"].prune(0.75)  # the remedy in the message
     assert learn(net, "b").metadata.depends_on.keys() == {"a"}
 
 
@@ -197,7 +197,7 @@ def test_the_base_task_owns_everything_and_starts_from_the_backbone():
         net.add_task("c", classes=3, method="packnet", base=True)
 
 
-def test_a_chain_on_a_retrained_base_stands_on_the_retrained_weights():
+def test_a_chain_on_a_retrained_base_uses_the_retrained_weights():
     net = network()
     base = learn(net, "base", base=True)
     second = net.add_task("b", classes=3, method="packnet")
@@ -206,14 +206,14 @@ def test_a_chain_on_a_retrained_base_stands_on_the_retrained_weights():
         assert not torch.equal(second.tensors()[name], net.anatomy.tensor(name))
 
 
-def test_a_task_that_others_stand_on_is_neither_removed_nor_pruned():
+def test_a_task_that_others_build_on_cannot_be_removed_or_pruned():
     net = network()
     learn(net, "a")
     learn(net, "b")
     before = net(images(), task="a")
     with pytest.raises(TaskError, match="cannot be removed: 'b' would not run without it"):
         net.remove_task("a")
-    with pytest.raises(TaskError, match="ended learning cannot be pruned"):
+    with pytest.raises(TaskError, match="a frozen task cannot be pruned"):
         net.tasks["a"].prune(0.5)
     assert torch.equal(net(images(), task="a"), before)
     net.remove_task("b")
@@ -222,7 +222,7 @@ def test_a_task_that_others_stand_on_is_neither_removed_nor_pruned():
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, 2])
-def test_a_share_that_is_none_is_refused(share):
+def test_an_invalid_share_is_refused(share):
     net = network()
     task = net.add_task("a", classes=3, method="packnet")
     with pytest.raises(TaskError, match=re.escape(f"not {share}")):
@@ -241,7 +241,7 @@ def saved_chain(net: bitgraft.Network, folder, names=TASKS) -> None:
 
 
 @pytest.mark.parametrize("base", [True, False])
-def test_a_chain_is_restored_exactly_and_can_go_on(base, tmp_path):
+def test_a_chain_is_restored_exactly_and_can_be_continued(base, tmp_path):
     net, again = network(), network()
     for name in TASKS:
         learn(net, name, base=base and name == "a")
@@ -259,9 +259,9 @@ def test_a_chain_is_restored_exactly_and_can_go_on(base, tmp_path):
     assert torch.equal(again(images(), task="d"), net(images(), task="d"))
 
 
-def test_a_chain_loads_onto_a_backbone_that_was_rounded_meanwhile(tmp_path):
+def test_a_chain_loads_onto_a_rounded_backbone(tmp_path):
     close = backbone()
-    close[3].weight.data = 1 + 1e-3 * close[3].weight.data  # in bfloat16 all alike, so that none is the largest
+    close[3].weight.data = 1 + 1e-3 * close[3].weight.data  # all equal in bfloat16
     net, again = (bitgraft.Network(copy.deepcopy(close), example=(1, 3, 8, 8)) for _ in range(2))
     for name in ("a", "b"):
         learn(net, name)
@@ -279,7 +279,7 @@ def test_a_chain_loads_under_other_names(tmp_path):
     for name in TASKS:
         learn(net, name)
     saved_chain(net, tmp_path)
-    again.load_task(tmp_path / "a.safetensors", name="b")  # and so the name that "b" had is another's
+    again.load_task(tmp_path / "a.safetensors", name="b")  # so another task has the name "b"
     again.load_task(tmp_path / "b.safetensors", name="second")
     again.load_task(tmp_path / "c.safetensors", name="a")
     for old, new in [("a", "b"), ("b", "second"), ("c", "a")]:
@@ -295,14 +295,14 @@ def test_a_chain_loads_under_other_names(tmp_path):
     for name in ("b", "second", "a"):
         third.load_task(tmp_path / "renamed" / f"{name}.safetensors")
     assert torch.equal(third(images(), task="a"), net(images(), task="c"))
-    third.load_task(tmp_path / "c.safetensors", name="twin")  # a file from before the change of names
+    third.load_task(tmp_path / "c.safetensors", name="twin")  # a file from before the renaming
     assert torch.equal(third(images(), task="twin"), net(images(), task="c"))
     learn(net, "d")
     learn(again, "d")
     assert torch.equal(again(images(), task="d"), net(images(), task="d"))
 
 
-def test_a_link_whose_earlier_task_is_missing_or_another_is_refused(tmp_path):
+def test_a_missing_or_different_earlier_task_is_refused(tmp_path):
     net, again = network(), network()
     learn(net, "a")
     learn(net, "b")
@@ -341,7 +341,7 @@ def test_parts_that_do_not_fit_are_refused_and_change_nothing():
         ({**parts, "mask": parts["mask"][1:]}, "parts should be"),
         ({**parts, "values": parts["values"][1:]}, "parts should be"),
         ({"mask": parts["mask"], "values": parts["values"]}, "parts should be"),
-        ({**parts, "mask": everything, "values": torch.zeros(20)}, "an earlier task holds"),
+        ({**parts, "mask": everything, "values": torch.zeros(20)}, "owns weights of an earlier task"),
     ]:
         with pytest.raises(CorruptError, match=message):
             blank.restore(bad)
@@ -349,9 +349,3 @@ def test_parts_that_do_not_fit_are_refused_and_change_nothing():
     blank.restore(parts)
     assert torch.equal(blank(weight), first(weight))
     assert torch.equal(blank.left(), first.left())
-
-
-def test_the_schedule_is_packnets():
-    train_first, after_pruning = registry.get("packnet").phases
-    assert (train_first.epochs, train_first.rate, train_first.drop_after, train_first.prune) == (20, 1e-3, 10, None)
-    assert (after_pruning.epochs, after_pruning.rate, after_pruning.prune) == (10, 1e-4, 0.75)

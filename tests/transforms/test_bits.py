@@ -15,7 +15,7 @@ def random_mask(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 @settings(deadline=None)
 @given(SHAPES, st.integers(0, 2**32))
-def test_packing_is_numpys_little_bit_order_and_comes_back(shape, seed):
+def test_packing_uses_numpys_little_bit_order_and_is_invertible(shape, seed):
     mask = random_mask(shape, seed)
     packed = bits.pack(mask)
     assert packed.dtype == torch.uint8
@@ -27,7 +27,7 @@ def test_packing_is_numpys_little_bit_order_and_comes_back(shape, seed):
     assert bits.ones(packed) == int(mask.numpy().sum())
 
 
-def test_the_lowest_bit_comes_first_and_the_tail_is_zero():
+def test_the_lowest_bit_comes_first_and_the_padding_is_zero():
     mask = torch.tensor([[True, False, False], [False, False, False], [False, False, True], [True, False, False]])
     assert bits.pack(mask).tolist() == [0b00000001, 0b00000011]
 
@@ -37,12 +37,7 @@ def test_packing_is_row_major_whatever_the_memory_format():
     assert torch.equal(bits.pack(mask.to(memory_format=torch.channels_last)), bits.pack(mask))
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 64, 65])
-def test_packed_size_is_eight_bits_to_a_byte_rounded_up(count):
-    assert bits.packed_size(count) == len(range(0, count, 8))
-
-
-def test_a_score_on_the_threshold_is_a_one():
+def test_a_score_equal_to_the_threshold_gives_one():
     scores = torch.tensor([-0.1, 0.0, 0.1, 0.2])
     assert bits.threshold(scores, 0.0).tolist() == [False, True, True, True]
     assert bits.threshold(scores, 0.1).tolist() == [False, False, True, True]
@@ -50,18 +45,18 @@ def test_a_score_on_the_threshold_is_a_one():
 
 @pytest.mark.parametrize("at", [0.0, 0.3, -2.0])
 @pytest.mark.parametrize("surrogate", ["identity", "sigmoid"])
-def test_the_surrogates_slope_is_that_of_the_surrogate(surrogate, at):
+def test_the_gradient_has_the_slope_of_the_surrogate(surrogate, at):
     generator = torch.Generator().manual_seed(1)
     scores = torch.randn(50, dtype=torch.float64, generator=generator)
     grad = torch.randn(50, dtype=torch.float64, generator=generator)
     soft = {"identity": lambda r: r, "sigmoid": lambda r: 1 / (1 + torch.exp(-r))}[surrogate]
     step = 1e-6
     slope = (soft(scores - at + step) - soft(scores - at - step)) / (2 * step)
-    torch.testing.assert_close(bits.through_surrogate(grad, scores, at, surrogate), grad * slope)
+    torch.testing.assert_close(bits.surrogate_grad(grad, scores, at, surrogate), grad * slope)
 
 
-def test_devices_without_numpy_pack_to_the_same_bits(monkeypatch):
-    """The torch path, which other devices take, run on the CPU."""
+def test_other_devices_pack_to_the_same_bits(monkeypatch):
+    """Run the code for other devices on the CPU."""
     shapes = [(0,), (1,), (7, 3), (2, 3, 4, 5)]
     made = [random_mask(shape, seed) for seed, shape in enumerate(shapes)]
     packed = [bits.pack(mask) for mask in made]

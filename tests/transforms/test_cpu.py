@@ -1,4 +1,4 @@
-"""The compiled loops against the same thing in plain PyTorch, to the last bit."""
+"""The compiled loops against plain PyTorch, to the last bit."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from torch import nn
 from bitgraft.methods.masked import MaskOptions
 from bitgraft.transforms import affine as equation
 from bitgraft.transforms import cpu, kernels
-from bitgraft.transforms.affine import Operands, affine, compute, plain
+from bitgraft.transforms.affine import Operands, affine, compute, compute_in_torch
 from bitgraft.transforms.base import Weight
 from bitgraft.transforms.bits import pack
 from bitgraft.transforms.masked import Masked, MaskRule, transformed
@@ -23,13 +23,13 @@ ODD = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45,
 
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch):
-    """Take tensors of any size, in pieces so short that weights of a few elements have several."""
-    monkeypatch.setattr(equation, "SMALL", 0)
+    """Compile for tensors of any size, and split even small weights into several pieces."""
+    monkeypatch.setattr(equation, "MIN_COMPILED", 0)
     monkeypatch.setattr(cpu, "PIECE", 37)
 
 
 def draw(seed: int, rows: int, length: int, odd: bool) -> tuple[torch.Tensor, ...]:
-    """A weight, scores, a gradient and k for its rows."""
+    """Draw a weight, scores, a gradient and k per row."""
     rng = torch.Generator().manual_seed(seed)
     weight, scores, grad = torch.randn(3, rows, length, generator=rng).unbind()
     k = torch.randn(4, rows, generator=rng)
@@ -41,11 +41,11 @@ def draw(seed: int, rows: int, length: int, odd: bool) -> tuple[torch.Tensor, ..
 
 
 def spread(k: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """k as it broadcasts against the weight: one for a layer, or one for each row."""
+    """Shape k, one per layer or one per row, to broadcast against the weight."""
     return k if k.dim() == 1 else k.view(4, -1, *(1 for _ in weight.shape[1:]))
 
 
-def forward(scores, at, weight, k, channels_last=False):
+def from_scores(scores, at, weight, k, channels_last=False):
     return cpu.affine([Operands(weight, scores, spread(k, weight), at, channels_last=channels_last)])[0]
 
 
@@ -54,7 +54,7 @@ def backward(grad, scores, at, weight, k):
     return to_mask, to_k.view_as(k)
 
 
-def switch(weight, packed, k):
+def from_bits(weight, packed, k):
     return cpu.affine([Operands(weight, packed, spread(k, weight))])[0]
 
 
@@ -69,20 +69,20 @@ SIZES = (st.integers(0, 2**20), st.integers(1, 5), st.integers(1, 300), st.boole
 
 @settings(deadline=None, max_examples=60)
 @given(*SIZES, st.floats(-1, 1, width=32))
-def test_w_is_the_references_to_the_last_bit_from_scores_and_from_bits(seed, rows, length, odd, at):
+def test_w_from_scores_and_from_bits_equals_the_reference_bit_by_bit(seed, rows, length, odd, at):
     weight, scores, _, k = draw(seed, rows, length, odd)
     mask = scores >= at
     expected = affine(weight, mask, k.view(4, rows, 1))
-    same_bits(forward(scores, at, weight, k), expected)
-    same_bits(switch(weight, pack(mask), k), expected)
+    same_bits(from_scores(scores, at, weight, k), expected)
+    same_bits(from_bits(weight, pack(mask), k), expected)
     layer = affine(weight, mask, k[:, 0])
-    same_bits(forward(scores, at, weight, k[:, 0]), layer)
-    same_bits(switch(weight, pack(mask), k[:, 0]), layer)
+    same_bits(from_scores(scores, at, weight, k[:, 0]), layer)
+    same_bits(from_bits(weight, pack(mask), k[:, 0]), layer)
 
 
 @settings(deadline=None, max_examples=60)
 @given(*SIZES, st.floats(-1, 1, width=32))
-def test_the_gradient_to_m_is_the_references_to_the_last_bit_and_sums_are_exact_enough(seed, rows, length, odd, at):
+def test_the_gradient_to_m_equals_the_reference_bit_by_bit_and_that_to_k_closely(seed, rows, length, odd, at):
     weight, scores, grad, k = draw(seed, rows, length, odd)
     to_mask, sums = backward(grad, scores, at, weight, k)
     same_bits(to_mask, (weight * k[3][:, None] + k[2][:, None]) * grad)
@@ -99,13 +99,13 @@ def test_the_gradient_to_m_is_the_references_to_the_last_bit_and_sums_are_exact_
     st.booleans(),
     st.booleans(),
 )
-def test_with_the_channels_innermost_there_is_the_same(seed, shape, per_row, odd):
+def test_channels_last_gives_the_same_values(seed, shape, per_row, odd):
     filters, *rest = shape
     weight, scores, grad, k = draw(seed, filters, int(np.prod(rest)), odd)
     weight, scores, grad = (t.view(shape) for t in (weight, scores, grad))
     k = k if per_row else k[:, 0].clone()
-    plain = forward(scores, 0.1, weight, k)
-    transposed = forward(scores, 0.1, weight, k, channels_last=True)
+    plain = from_scores(scores, 0.1, weight, k)
+    transposed = from_scores(scores, 0.1, weight, k, channels_last=True)
     assert transposed.is_contiguous(memory_format=torch.channels_last)
     same_bits(transposed, plain)
     laid_out = grad.contiguous(memory_format=torch.channels_last)
@@ -122,8 +122,8 @@ def test_results_do_not_depend_on_threads():
     weight, scores, grad, k = draw(1, 3, 5000, False)
     to_mask, sums = backward(grad, scores, 0.1, weight, k)
     mask = scores >= 0.1
-    assert torch.equal(switch(weight, pack(mask), k), affine(weight, mask, k.view(4, 3, 1)))
-    assert torch.equal(forward(scores, 0.1, weight, k), affine(weight, mask, k.view(4, 3, 1)))
+    assert torch.equal(from_bits(weight, pack(mask), k), affine(weight, mask, k.view(4, 3, 1)))
+    assert torch.equal(from_scores(scores, 0.1, weight, k), affine(weight, mask, k.view(4, 3, 1)))
     assert torch.equal(to_mask, (weight * k[3][:, None] + k[2][:, None]) * grad)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -131,19 +131,19 @@ def test_results_do_not_depend_on_threads():
     torch.set_num_threads(before)
 
 
-def test_bits_that_lie_anywhere_in_memory_are_read_alike():
+def test_unaligned_bits_are_read_correctly():
     weight, scores, _, k = draw(2, 1, 1000, False)
     packed = pack(scores >= 0)
     for offset in range(4):
         room = torch.zeros(packed.numel() + 4, dtype=torch.uint8)
         moved = room[offset : offset + packed.numel()].copy_(packed)
-        assert torch.equal(switch(weight, moved, k[:, 0]), affine(weight, scores >= 0, k[:, 0]))
+        assert torch.equal(from_bits(weight, moved, k[:, 0]), affine(weight, scores >= 0, k[:, 0]))
 
 
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 70), st.booleans(), st.booleans()), min_size=1, max_size=6))
-def test_many_weights_in_one_call_are_as_one_by_one(sizes):
-    """With one k for a layer or for each row, some into memory that is given, some laid out as no loop takes it."""
+def test_many_frozen_weights_in_one_call_equal_one_call_each(sizes):
+    """One k per layer or per row, some with a buffer, some in a layout that the loops do not support."""
     held = []
     for seed, (rows, length, by_row, in_order) in enumerate(sizes):
         weight, scores, _, k = draw(seed, rows, length, False)
@@ -152,12 +152,12 @@ def test_many_weights_in_one_call_are_as_one_by_one(sizes):
         out = torch.full_like(weight, float("nan")) if seed % 2 else None
         held.append(Operands(weight, pack(scores >= 0), k, out=out))
     for one, found in zip(held, compute(held), strict=True):
-        assert torch.equal(found, plain(one))
+        assert torch.equal(found, compute_in_torch(one))
         assert torch.equal(found, compute([one])[0])
         assert one.out is None or not one.weight.is_contiguous() or found is one.out
 
 
-def test_memory_that_does_not_fit_is_left_alone():
+def test_a_buffer_that_does_not_fit_is_not_written():
     weight, scores, _, k = draw(0, 4, 9, False)
     expected = affine(weight, scores >= 0, k[:, 0])
     for out in (torch.zeros(4, 8), torch.zeros(9, 4).t(), torch.zeros(4, 9, dtype=torch.double)):
@@ -166,7 +166,7 @@ def test_memory_that_does_not_fit_is_left_alone():
         assert not out.any()
 
 
-def test_weights_of_a_frozen_task_are_written_to_memory_that_is_given():
+def test_weights_of_a_frozen_task_are_written_to_the_given_buffer():
     rule = MaskRule((None,) * 4, 0.0, "identity", True)
     weight = torch.randn(6, 4, 3, 3)
     mask = Masked(Weight("w", weight.shape, "conv"), rule, torch.randn(weight.shape))
@@ -185,8 +185,8 @@ def test_weights_of_a_frozen_task_are_written_to_memory_that_is_given():
         max_size=6,
     )
 )
-def test_many_masks_that_learn_are_in_one_call_as_one_by_one(sizes):
-    """Each with its own threshold, one k for a layer or for each filter, some transposed on the way."""
+def test_many_training_masks_in_one_call_equal_one_call_each(sizes):
+    """Different thresholds, one k per layer or per filter, some channels-last."""
     masks = []
     for seed, (rows, inputs, edge, by_row, channels_last) in enumerate(sizes):
         weight, scores, _, k = draw(seed, rows, inputs * edge * edge, True)
@@ -200,8 +200,8 @@ def test_many_masks_that_learn_are_in_one_call_as_one_by_one(sizes):
 
 
 @pytest.mark.parametrize("shape", [(8, 1, 3, 3), (6, 4, 1, 1), (6, 4, 3, 3)])
-def test_masks_that_learn_are_laid_out_alike_either_way(shape, monkeypatch):
-    """Convolutions look at strides that mean nothing, of dimensions of size 1, and round otherwise."""
+def test_training_masks_have_the_same_strides_with_and_without_compiled_loops(shape, monkeypatch):
+    """Convolutions depend on the strides of dimensions of size 1, and round differently."""
     rule = MaskRule((None,) * 4, 0.0, "identity", False)
     mask = Masked(Weight("w", torch.Size(shape), "conv", 1), rule, torch.randn(shape))
     mask.channels_last = True
@@ -222,7 +222,7 @@ LAYERS = [nn.Conv2d(4, 6, 3), nn.Conv2d(4, 6, 3, groups=2), nn.Linear(7, 5), nn.
 @pytest.mark.parametrize("k2_scaled_by_r", [False, True])
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_a_layer_learns_the_same_with_and_without_the_compiled_loops(
+def test_a_layer_trains_the_same_with_and_without_compiled_loops(
     layer, per, surrogate, k, k2_scaled_by_r, memory, channels_last, monkeypatch
 ):
     tensor = layer.weight.detach()
@@ -233,7 +233,7 @@ def test_a_layer_learns_the_same_with_and_without_the_compiled_loops(
     upstream = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(4))
     results = []
     for fast in (True, False):
-        monkeypatch.setattr(equation, "SMALL", 0 if fast else 1 << 40)
+        monkeypatch.setattr(equation, "MIN_COMPILED", 0 if fast else 1 << 40)
         made = build(weight, options.rule(weight), tensor, k2_scaled_by_r)
         made.channels_last = channels_last
         learning = made(tensor)
@@ -257,15 +257,15 @@ def test_a_layer_learns_the_same_with_and_without_the_compiled_loops(
 def build(weight: Weight, rule: MaskRule, tensor: torch.Tensor, k2_scaled_by_r: bool) -> Masked:
     rng = torch.Generator().manual_seed(3)
     made = Masked(weight, rule, torch.empty_like(tensor).copy_(torch.randn(tensor.shape, generator=rng)))
-    made.k2_scaled_by_r = k2_scaled_by_r and rule.fixed[1] is rule.fixed[2] is None  # as `scale_k2_by_r` has it
+    made.k2_scaled_by_r = k2_scaled_by_r and rule.fixed[1] is rule.fixed[2] is None  # as in `scale_k2_by_r`
     for parameter in (made.k, made.k1):
         if parameter is not None:
             parameter.data = torch.randn(parameter.shape, generator=rng)
     return made
 
 
-def test_what_the_loops_do_not_take(monkeypatch):
-    monkeypatch.setattr(cpu, "affine", lambda given: pytest.fail("taken"))
+def test_inputs_that_the_compiled_loops_do_not_support(monkeypatch):
+    monkeypatch.setattr(cpu, "affine", lambda given: pytest.fail("a compiled loop ran"))
     good, k = torch.randn(64, 64), torch.randn(4)
     for bad in (good.double(), good.half(), good[:, ::2], good.expand(2, 64, 64), good.to("meta")):
         compute([Operands(bad, torch.empty_like(bad), k.to(bad.device))])
@@ -288,7 +288,7 @@ def run(script: str, folder, **env: str) -> subprocess.CompletedProcess[str]:
 COMPUTED = """
 import os, sys, torch
 from bitgraft.transforms import kernels
-from bitgraft.transforms.affine import Operands, compute, plain
+from bitgraft.transforms.affine import Operands, compute, compute_in_torch
 torch.set_num_threads(2)
 def given(rows):
     weight, bits = torch.randn(rows, 64), torch.full((rows * 8,), 85, dtype=torch.uint8)
@@ -299,30 +299,30 @@ large = given(1 << 12)
 here = compute([large])[0]
 child = os.fork()
 if child == 0:
-    again = compute([large])[0]  # PyTorch itself would wait for its threads for ever
+    again = compute([large])[0]  # PyTorch itself would deadlock
     os._exit(0 if (again.numpy() == here.numpy()).all() else 1)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 SMALL = """
 small = given(64)
-assert torch.equal(compute([small])[0], plain(small)) and "numba" not in sys.modules
+assert torch.equal(compute([small])[0], compute_in_torch(small)) and "numba" not in sys.modules
 found = compute([small, given(1 << 12)])[0]
-assert torch.equal(found, plain(small)) and "numba" in sys.modules
+assert torch.equal(found, compute_in_torch(small)) and "numba" in sys.modules
 """
 OFF = """
 large = given(1 << 12)
-assert torch.equal(compute([large])[0], plain(large)) and kernels.loops() is None
+assert torch.equal(compute([large])[0], compute_in_torch(large)) and kernels.loops() is None
 assert compute([large])[0].shape == large.weight.shape  # a second time
 """
 
 
 @pytest.mark.parametrize("script", [FORKED, SMALL], ids=["a forked process", "small weights import no compiler"])
-def test_a_process_computes_the_same(script, tmp_path):
+def test_a_separate_process_computes_the_same(script, tmp_path):
     done = run(COMPUTED + script, tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-def test_without_compiled_loops_plain_pytorch_runs_without_a_word(tmp_path):
+def test_without_compiled_loops_plain_pytorch_runs_silently(tmp_path):
     for absent, env in [("", {"BITGRAFT_KERNELS": "off"}), ("import sys; sys.modules['numba'] = None", {})]:
         done = run(absent + COMPUTED + OFF, tmp_path, **env)
         assert (done.returncode, done.stderr) == (0, "")

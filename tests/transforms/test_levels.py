@@ -1,4 +1,4 @@
-"""Levels: whole steps against a slow reference, the bits they take, and training that ends with the bits asked for."""
+"""Levels: quantization, the bits they take, and training to a given number of bits."""
 
 import math
 
@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 from bitgraft import Config, Network, TaskError, compact, fit
 from bitgraft.format.inspect import inspect_file
 from bitgraft.transforms.base import Weight
-from bitgraft.transforms.levels import DEAD, Levels, entropy, quantized, spend
+from bitgraft.transforms.levels import Levels, entropy, fit_cells, quantize
 
 
 def levels(shape: tuple[int, ...] = (40, 50), seed: int = 0, scale: float = 0.01) -> Levels:
@@ -20,10 +20,9 @@ def levels(shape: tuple[int, ...] = (40, 50), seed: int = 0, scale: float = 0.01
     return made.eval()
 
 
-def test_whole_steps_against_the_definition():
+def test_quantization_against_the_definition():
     change = torch.tensor([0.0, 0.1, -0.64, 0.66, -1.64, 1.66, 1000.0])
-    assert quantized(change, 1.0).tolist() == [0, 0, 0, 1, -1, 2, 127]
-    assert math.isclose(DEAD, 0.65)
+    assert quantize(change, 1.0).tolist() == [0, 0, 0, 1, -1, 2, 127]
 
 
 def test_entropy_against_the_definition():
@@ -32,7 +31,7 @@ def test_entropy_against_the_definition():
     torch.testing.assert_close(entropy(counts), torch.tensor([expected, 0.0]))
 
 
-def test_the_step_is_the_best_one_and_freezing_changes_no_bit():
+def test_the_step_is_the_least_squares_fit_and_freezing_changes_nothing():
     made = levels()
     made.cell.fill_(0.02)
     weight = torch.randn(40, 50)
@@ -44,7 +43,7 @@ def test_the_step_is_the_best_one_and_freezing_changes_no_bit():
     assert torch.equal(made(weight), before)
 
 
-def test_gradients_go_straight_through_and_hardness_mixes():
+def test_gradients_are_straight_through_and_hardness_interpolates():
     made, weight = levels().train(), torch.randn(40, 50)
     made.cell.fill_(0.02)
     made.hardness = 0.25
@@ -55,22 +54,22 @@ def test_gradients_go_straight_through_and_hardness_mixes():
 
 
 @pytest.mark.parametrize("budget", [0.3, 1.0, 3.0])
-def test_cells_spend_the_budget(budget):
+def test_cells_meet_the_budget(budget):
     some = [levels((60, 70), 1), levels((50, 99), 2, scale=0.1), levels((9, 9), 3, scale=0.0)]
-    spend(some, budget * (60 * 70 + 50 * 99), sample=1 << 20)
+    fit_cells(some, budget * (60 * 70 + 50 * 99), sample=1 << 20)
     taken = sum(one.bits() - 32 for one in some)
     assert taken == pytest.approx(budget * (60 * 70 + 50 * 99), rel=0.02)
     assert float(some[0].cell) < float(some[1].cell)
 
 
-def test_states_of_learning_and_frozen_levels_refuse_each_other():
+def test_a_state_dict_of_frozen_levels_does_not_load_into_training_ones():
     learning, frozen = levels(), levels()
     frozen.freeze()
-    with pytest.raises(TaskError, match="is frozen here and learns in this state, or the reverse"):
+    with pytest.raises(TaskError, match="is still training, but in this state dict it is frozen: freeze"):
         learning.load_state_dict(frozen.state_dict())
 
 
-def test_training_ends_with_the_bits_asked_for(tmp_path):
+def test_training_meets_the_requested_bits(tmp_path):
     net = Network(tiny(width=160))
     images = batch(32)
     labels = (images.mean((1, 2, 3)) > 0).long()
@@ -86,7 +85,7 @@ def test_training_ends_with_the_bits_asked_for(tmp_path):
     assert torch.equal(run(fresh.eval(), images, task="small"), said)
 
 
-def test_what_bits_cannot_be_is_refused(tmp_path):
+def test_invalid_bits_are_refused(tmp_path):
     net = Network(tiny())
     for bits in (0, 5, "few", float("nan")):
         with pytest.raises(TaskError, match=r"bits=.*: give a number from"):
@@ -94,7 +93,7 @@ def test_what_bits_cannot_be_is_refused(tmp_path):
     with pytest.raises(TaskError, match="method 'simple' has no option 'bits'"):
         net.add_task("small", classes=2, method="simple", bits=1)
     net.add_task("first", classes=2)
-    with pytest.raises(TaskError, match="masks of earlier tasks cannot be mixed in"):
+    with pytest.raises(TaskError, match="does not work with masks of earlier tasks"):
         net.add_task("small", classes=2, borrow=["first"], bits=1)
     net.add_task("small", classes=2, bits=1)
     with pytest.raises(TaskError, match="bits=1 cannot be met: norm layers and the header alone take"):

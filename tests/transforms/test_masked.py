@@ -1,5 +1,4 @@
 import itertools
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -9,11 +8,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bitgraft.errors import CorruptError
-from bitgraft.methods import registry
 from bitgraft.methods.masked import MaskOptions, masked
 from bitgraft.transforms import bits, kernels
 from bitgraft.transforms.affine import affine
-from bitgraft.transforms.base import Transform, Weight, strided_like
+from bitgraft.transforms.base import Weight, strided_like
 from bitgraft.transforms.masked import PACE, Masked
 
 torch.manual_seed(0)
@@ -48,7 +46,7 @@ def describe(layer: nn.Module, name: str = "weight") -> Weight:
 
 
 def output_channel(weight: Weight, index: tuple[int, ...]) -> int:
-    """Which output channel an entry of the weight belongs to, as torch documents its layouts."""
+    """Return the output channel of an entry of the weight, by torch's documented layouts."""
     if weight.kind != "transposed":
         return index[0]
     group = index[0] // (weight.shape[0] // weight.groups)
@@ -56,7 +54,7 @@ def output_channel(weight: Weight, index: tuple[int, ...]) -> int:
 
 
 def reference(weight: Weight, tensor: torch.Tensor, mask: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Equation (2), an entry at a time, in float64."""
+    """Equation (2) entry by entry, in float64."""
     out = torch.empty(weight.shape, dtype=torch.float64)
     for index in itertools.product(*map(range, weight.shape)):
         k0, k1, k2, k3 = (row if k.dim() == 1 else row[output_channel(weight, index)] for row in k.double())
@@ -66,7 +64,7 @@ def reference(weight: Weight, tensor: torch.Tensor, mask: torch.Tensor, k: torch
 
 
 def transform(weight: Weight, tensor: torch.Tensor, k=LEARNED, seed: int = 0, **options) -> Masked:
-    """A transform in the middle of learning: R of both signs, learned k away from their start."""
+    """A transform in the middle of training: R of both signs, and k away from their initial values."""
     chosen = MaskOptions(**dict(zip(("k0", "k1", "k2", "k3"), k, strict=True)), **options)
     rng = torch.Generator().manual_seed(seed)
     scores = strided_like(tensor, chosen.threshold + torch.randn(weight.shape, generator=rng))
@@ -78,13 +76,13 @@ def transform(weight: Weight, tensor: torch.Tensor, k=LEARNED, seed: int = 0, **
 
 
 def fresh(weight: Weight, tensor: torch.Tensor, k, **options) -> Masked:
-    """A transform that has learned nothing yet."""
+    """A transform before training."""
     chosen = MaskOptions(**dict(zip(("k0", "k1", "k2", "k3"), k, strict=True)), **options)
     return masked(weight, tensor, chosen, torch.Generator().manual_seed(0), ())
 
 
 def gradients(made: Masked) -> torch.Tensor:
-    """The gradients to the learned k, in the order of k0..k3."""
+    """Return the gradients to the learned k, in the order k0..k3."""
     kept = {} if made.k is None else dict(zip([i for i in made.rule.learned if i != 1], made.k.grad, strict=True))
     return torch.stack([made.k1.grad if i == 1 else kept[i] for i in made.rule.learned])
 
@@ -131,7 +129,7 @@ def test_w_is_equation_2_for_every_choice_of_learned_and_constant_k(learned, per
     [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2**-8), (torch.half, 2**-10)],
 )
 @pytest.mark.parametrize("per", PER)
-def test_w_is_in_the_weights_dtype_and_as_exact_as_that_allows(dtype, tolerance, per):
+def test_w_has_the_weights_dtype_and_precision(dtype, tolerance, per):
     layer = LAYERS["grouped"]
     weight, tensor = describe(layer), layer.weight.detach().to(dtype)
     made = transform(weight, tensor, per=per)
@@ -182,7 +180,7 @@ def test_channels_last_weights_give_channels_last_w(name, per):
 @pytest.mark.parametrize("threshold", [0.0, 0.3])
 @pytest.mark.parametrize("surrogate", ["identity", "sigmoid"])
 @pytest.mark.parametrize("k", [LEARNED, (1.0, "learn", "learn", 0.0), (0.0, 0.0, 0.0, 1.0)])
-def test_the_gradient_to_r_is_that_to_m_times_the_surrogates_slope(k, surrogate, threshold, per):
+def test_the_gradient_to_r_is_the_gradient_to_m_times_the_surrogates_slope(k, surrogate, threshold, per):
     for layer in LAYERS.values():
         weight, tensor = describe(layer), layer.weight.detach().double()
         made = transform(weight, tensor, k, per=per, surrogate=surrogate, threshold=threshold).double()
@@ -224,7 +222,7 @@ def test_gradients_to_k_match_finite_differences_and_plain_autograd(name, per):
 
 @pytest.mark.parametrize("learned", CHOICES)
 def test_a_constant_k_changes_no_other_gradient(learned):
-    layer = LAYERS["linear-1"]  # one entry per channel: sums over a channel are the entries themselves
+    layer = LAYERS["linear-1"]  # one entry per channel, so sums over a channel are exact
     weight, tensor = describe(layer), layer.weight.detach().double()
     for per in PER:
         every = transform(weight, tensor, per=per).double()
@@ -256,7 +254,7 @@ def test_gradients_of_a_half_precision_weight_are_summed_in_float32():
 @pytest.mark.parametrize("per", PER)
 @pytest.mark.parametrize("k", [LEARNED, (1.0, "learn", "learn", 0.0), (0.0, 0.0, 0.0, 1.0)])
 @pytest.mark.parametrize("name", ["conv2d", "transposed-grouped", "linear"])
-def test_backward_holds_references_to_r_k_and_w_and_nothing_else(name, k, per):
+def test_backward_saves_references_to_r_k_and_w_and_nothing_else(name, k, per):
     layer = LAYERS[name]
     weight, tensor = describe(layer), layer.weight.detach()
     made = transform(weight, tensor, k, per=per)
@@ -270,7 +268,7 @@ def test_backward_holds_references_to_r_k_and_w_and_nothing_else(name, k, per):
     assert made.k is not None or table.data_ptr() == made.constants.data_ptr()
 
 
-def test_no_gradient_is_asked_of_the_weight():
+def test_the_weight_gets_no_gradient():
     tensor = normal((3, 3)).float().requires_grad_()
     weight = Weight("w", tensor.shape, "linear")
     made = transform(weight, tensor.detach())
@@ -278,24 +276,7 @@ def test_no_gradient_is_asked_of_the_weight():
     assert tensor.grad is None
 
 
-def test_piggyback_is_full_with_k_0001():
-    for layer in LAYERS.values():
-        weight, tensor = describe(layer), layer.weight.detach()
-        piggyback = registry.get("piggyback")
-        full = registry.get("full").with_options(
-            {"k0": 0, "k1": 0, "k2": 0, "k3": 1, "threshold": 5e-3, "init": (1e-2, 1e-2), "norms": False}
-        )
-        assert asdict(full) == {**asdict(piggyback.options), "bits": None}
-        one = Masked(weight, piggyback.options.rule(weight), 0.01 * normal(weight.shape).float())
-        other = Masked(weight, full.rule(weight), one.scores.detach().clone())
-        assert torch.equal(one(tensor), tensor * (one.scores >= 5e-3))
-        assert torch.equal(other(tensor), one(tensor))
-        one(tensor).square().sum().backward()
-        other(tensor).square().sum().backward()
-        assert torch.equal(one.scores.grad, other.scores.grad)
-
-
-def test_frozen_it_holds_the_bits_and_all_four_k():
+def test_a_frozen_transform_holds_the_bits_and_all_four_k():
     layer = LAYERS["conv2d"]
     weight, tensor = describe(layer), layer.weight.detach()
     made = transform(weight, tensor, (1.0, "learn", "learn", 0.0))
@@ -323,7 +304,7 @@ def test_parts_restore_the_transform_exactly(name, per):
     assert torch.equal(blank(tensor), made(tensor))
 
 
-def test_parts_of_another_shape_are_refused():
+def test_parts_of_the_wrong_names_or_shapes_are_refused():
     layer = LAYERS["conv2d"]
     weight, tensor = describe(layer), layer.weight.detach()
     made = transform(weight, tensor)
@@ -339,7 +320,7 @@ def test_parts_of_another_shape_are_refused():
     assert made.scores is not None
 
 
-def test_filters_are_the_output_channels_and_come_back():
+def test_filters_are_the_output_channels_and_are_invertible():
     for layer in LAYERS.values():
         weight = describe(layer)
         channel = torch.empty(weight.shape)
@@ -350,19 +331,14 @@ def test_filters_are_the_output_channels_and_come_back():
         assert torch.equal(weight.from_filters(weight.filters(layer.weight)), layer.weight)
 
 
-def test_affine_is_piecewise_one_of_two_maps():
+def test_affine_by_hand():
     weight, k = torch.tensor([2.0, 2.0]), torch.tensor([3.0, 5.0, 7.0, 11.0])
     assert affine(weight, torch.tensor([False, True]), k).tolist() == [11.0, 40.0]
 
 
-def test_a_transform_without_an_equation_says_so():
-    with pytest.raises(NotImplementedError):
-        Transform()(torch.zeros(1))
-
-
-def slow_following(made: Masked, tensor: torch.Tensor) -> torch.Tensor:
-    """W~ where k2 follows R, one output channel at a time, from the words of `Masked.scale_k2_by_r`."""
-    k = dict(zip(made.rule.kept, made.k.detach(), strict=True))
+def slow_scaled_by_r(made: Masked, tensor: torch.Tensor) -> torch.Tensor:
+    """W~ with k2 scaled by R, one output channel at a time, as documented in `Masked.scale_k2_by_r`."""
+    k = dict(zip(made.rule.k_rows, made.k.detach(), strict=True))
     out = torch.empty_like(tensor)
     for channel in range(len(tensor)):
         rows = slice(channel, channel + 1) if made.rule.per_channel else slice(None)
@@ -376,20 +352,20 @@ def slow_following(made: Masked, tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("per", PER)
 @pytest.mark.parametrize("k", [LEARNED, (1.0, "learn", "learn", "learn")])
-def test_k2_follows_the_scores(k, per):
+def test_k2_scaled_by_r(k, per):
     layer = nn.Conv2d(30, 40, 3)
     weight, tensor = describe(layer), layer.weight.detach()
     made = fresh(weight, tensor, k, per=per)
     made.scale_k2_by_r(1e-3, torch.Generator().manual_seed(0))
     assert 0.45 < made.mask().float().mean() < 0.55
-    assert torch.allclose(made(tensor), slow_following(made, tensor), atol=1e-7)
+    assert torch.allclose(made(tensor), slow_scaled_by_r(made, tensor), atol=1e-7)
     assert torch.allclose((made(tensor).detach() - tensor).abs().mean(), torch.tensor(5e-4), rtol=0.05)
     rng = torch.Generator().manual_seed(1)
     for parameter in (made.scores, made.k, made.k1):
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=rng)
     learned = made(tensor).detach()
-    assert torch.allclose(learned, slow_following(made, tensor), atol=1e-6)
-    made.scale_k2_by_r(0.5, torch.Generator().manual_seed(1))  # it has learned something: nothing happens
+    assert torch.allclose(learned, slow_scaled_by_r(made, tensor), atol=1e-6)
+    made.scale_k2_by_r(0.5, torch.Generator().manual_seed(1))  # no effect after training
     assert torch.equal(made(tensor), learned)
     made.freeze()
     assert made.k1 is None
@@ -397,8 +373,8 @@ def test_k2_follows_the_scores(k, per):
 
 
 @pytest.mark.parametrize("per", PER)
-def test_gradients_where_k2_follows_the_scores(per):
-    """To k and k1 those of the slow form, by autograd; to R those of M in units of k2, as if R itself were added."""
+def test_gradients_with_k2_scaled_by_r(per):
+    """Gradients to k and k1 match autograd of the slow form; that to R is that to M divided by k2."""
     layer = nn.Conv2d(3, 4, 3)
     tensor, rng = layer.weight.detach(), torch.Generator().manual_seed(2)
     made = fresh(describe(layer), tensor, LEARNED, per=per)
@@ -423,8 +399,8 @@ def test_gradients_where_k2_follows_the_scores(per):
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("channels", [3, 130])  # plain PyTorch, and the compiled loops
-def test_masks_form_from_r(channels, layout):
-    """In training W~ is between W + R and the mask's, with the gradients of both; in evaluation it is the mask's."""
+def test_hardness_interpolates_between_w_plus_r_and_the_mask(channels, layout):
+    """In training, W~ and its gradients are interpolated; in evaluation, W~ is always the mask's."""
     layer = nn.Conv2d(channels, 16, 3)
     tensor, rng = layer.weight.detach(), torch.Generator().manual_seed(2)
     made = fresh(describe(layer), tensor, LEARNED, per="channel")
@@ -449,8 +425,8 @@ def test_masks_form_from_r(channels, layout):
     assert torch.equal(made(tensor), hard)
 
 
-class NoWaiting(TorchDispatchMode):
-    """Counts operations, and fails on those for which a host would wait for its device."""
+class NoSync(TorchDispatchMode):
+    """Counts operations, and fails on those that would synchronise the host with its device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -465,28 +441,28 @@ class NoWaiting(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("per", PER)
-def test_on_other_devices_nobody_waits_and_kernels_are_few(per, monkeypatch):
-    """What other devices run, on the CPU: the bits without NumPy, and no compiled loops."""
+def test_other_devices_never_synchronise_and_launch_few_kernels(per, monkeypatch):
+    """Run the code for other devices on the CPU: no NumPy, no compiled loops."""
     monkeypatch.setattr(bits, "_on_cpu", lambda tensor: False)
     monkeypatch.setattr(kernels, "loops", lambda: None)
     layer = nn.Conv2d(30, 40, 3)
     tensor = layer.weight.detach()
     made = fresh(describe(layer), tensor, LEARNED, per=per)
     made.scale_k2_by_r(1e-3, torch.Generator().manual_seed(0))
-    with NoWaiting() as learning:
+    with NoSync() as learning:
         learned = made(tensor)
     assert learning.kernels <= 8
-    with NoWaiting():
+    with NoSync():
         learned.sum().backward()
         made.freeze()
-        with NoWaiting() as frozen:
+        with NoSync() as frozen:
             found = made(tensor)
     assert frozen.kernels <= 8
     assert torch.equal(found, learned)
 
 
 @pytest.mark.parametrize("k", [(0.0, "learn", 0.0, 1.0), (1.0, 0.0, "learn", 0.0), (0.0, 0.0, 0.0, 1.0)])
-def test_without_k1_and_k2_to_learn_nothing_follows(k):
+def test_k2_is_scaled_only_if_k1_and_k2_are_learned(k):
     layer = nn.Conv2d(3, 4, 3)
     made = fresh(describe(layer), layer.weight.detach(), k)
     before = {name: value.clone() for name, value in made.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Masks of earlier tasks in a new one: mixed in, or as what it starts from."""
+"""Masks of earlier tasks in a new one: borrowed, or as its start."""
 
 import copy
 import dataclasses
@@ -36,14 +36,14 @@ from bitgraft.training.presets import QUICK
 from bitgraft.transforms.base import Weight
 from bitgraft.transforms.bits import pack, packed_size
 from bitgraft.transforms.masked import Masked, MaskRule
-from bitgraft.transforms.shared_masks import Borrowing, LearnedMix, mixed, own_mask
+from bitgraft.transforms.shared_masks import Borrowing, LearnedTerms, borrowed_terms, own_mask
 from bitgraft.workflows.train_task import Request, open_store, train
 
 IMAGES = batch(6)
 
 
 def reference(weight: torch.Tensor, masks: list[torch.Tensor], k: torch.Tensor) -> list[float]:
-    """The sum over earlier tasks, element by element, in double precision."""
+    """The sum over earlier tasks, element by element, in float64."""
     values = weight.double().flatten().tolist()
     found = []
     for index, w in enumerate(values):
@@ -63,21 +63,21 @@ def drawn(shape: tuple[int, ...], tasks: int, seed: int) -> tuple[torch.Tensor, 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 5), min_size=2, max_size=4), st.integers(1, 3), st.integers(0, 2**20))
-def test_the_sum_is_the_equations(shape, tasks, seed):
+def test_borrowed_terms_against_the_equation(shape, tasks, seed):
     weight, masks, k = drawn(tuple(shape), tasks, seed)
-    found = mixed(weight, list(map(pack, masks)), k)
+    found = borrowed_terms(weight, list(map(pack, masks)), k)
     assert found.flatten().tolist() == pytest.approx(reference(weight, masks, k), rel=1e-5, abs=1e-6)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.booleans(), st.integers(1, 3), st.integers(0, 2**20))
-def test_its_gradient_is_what_differentiating_the_equation_gives(large, tasks, seed):
-    weight, masks, k = drawn((128, 130) if large else (3, 4, 2, 2), tasks, seed)  # the compiled loops take large ones
+def test_gradients_of_borrowed_terms_match_autograd(large, tasks, seed):
+    weight, masks, k = drawn((128, 130) if large else (3, 4, 2, 2), tasks, seed)  # one size for the compiled loops
     if weight.dim() == 4:
         weight = weight.to(memory_format=torch.channels_last)
     mine, plain = k.clone().requires_grad_(), k.double().requires_grad_()
     cost = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed + 1))
-    (LearnedMix.apply(mine, weight, *map(pack, masks)) * cost).sum().backward()
+    (LearnedTerms.apply(mine, weight, *map(pack, masks)) * cost).sum().backward()
     wide = weight.double()
     whole = sum(k2 * mask + k3 * wide * mask for mask, (k2, k3) in zip(masks, plain, strict=True))
     (whole * cost).sum().backward()
@@ -85,7 +85,7 @@ def test_its_gradient_is_what_differentiating_the_equation_gives(large, tasks, s
 
 
 def nudge(task: Task, seed: int = 0) -> Task:
-    """Another value for everything that the task learns, as training gives it."""
+    """Change every learned parameter, like training."""
     rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, parameter in task.roles():
@@ -115,18 +115,14 @@ def test_a_task_runs_with_the_whole_equation(per):
             transform, base = task.transforms[name], net.anatomy.tensor(name).detach()
             masks = [net.tasks[other].transforms[name].mask() for other in ("a", "b")]
             extra = torch.tensor(reference(base, masks, transform.borrowed.detach())).view(base.shape)
-            k = (
-                transform.own.values()
-                .detach()
-                .view(4, *(transform.own.weight.channel_shape if per == "channel" else ()))
-            )
-            mask = transform.own.mask()
+            own, mask = transform.own, transform.own.mask()
+            k = own.values().detach().view(4, *(own.weight.channel_shape if per == "channel" else ()))
             whole = k[0] * base + k[1] + k[2] * mask + k[3] * base * mask + extra
             torch.testing.assert_close(weight, whole.float(), rtol=1e-5, atol=1e-6)
             assert not torch.equal(weight, base)
 
 
-def test_it_starts_exactly_as_without_borrowing():
+def test_a_borrowing_task_starts_exactly_as_one_without():
     net = network("a", "b")
     plain = net.add_task("plain", classes=4, preset=None, seed=7)
     mixing = net.add_task("mixing", classes=4, preset=None, seed=7, borrow=["a", "b"])
@@ -142,7 +138,7 @@ def test_it_starts_exactly_as_without_borrowing():
     assert [role for role, p in mixing.roles() if p.shape == (2, 2)] == ["k"] * len(plain.transforms)
 
 
-def test_the_borrowed_k_learn_and_earlier_tasks_do_not_change():
+def test_borrowed_k_are_trained_and_earlier_tasks_do_not_change():
     net = network("a", "b")
     before = {name: run(net, IMAGES, task=name) for name in ("a", "b")}
     task = net.add_task("new", classes=4, preset=None, borrow=["a", "b"])
@@ -151,7 +147,7 @@ def test_the_borrowed_k_learn_and_earlier_tasks_do_not_change():
         assert transform.borrowed.detach().ne(0).all()
     for name, output in before.items():
         assert torch.equal(run(net, IMAGES, task=name), output)
-        assert not net.tasks[name].learns(), "what others lean on is frozen"
+        assert not net.tasks[name].learns(), "dependencies are frozen"
 
 
 def test_only_scalars_are_added_and_masks_are_shared():
@@ -171,7 +167,7 @@ def test_only_scalars_are_added_and_masks_are_shared():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("options", [{}, {"per": "channel"}, {"surrogate": "sigmoid", "threshold": 5e-3}])
-def test_frozen_saved_and_loaded_it_is_the_same_to_the_last_bit(dtype, options, tmp_path):
+def test_freezing_saving_and_loading_change_nothing(dtype, options, tmp_path):
     net, again = with_borrower("a", "b", **options), Network(tiny())
     for network_ in (net, again):
         network_.to(dtype).eval()
@@ -214,12 +210,12 @@ def test_every_kind_of_layer(tmp_path):
     assert torch.equal(run(again.eval(), images, task="new"), learning)
 
 
-def test_the_file_names_what_it_leans_on_and_is_refused_without(tmp_path):
+def test_the_file_names_its_dependencies_and_is_refused_without_them(tmp_path):
     net, again = with_borrower("zebra", "ant"), network()
     for name in net.tasks:
         net.save_task(name, tmp_path / name)
     metadata = read_archive(tmp_path / "new").metadata
-    assert list(metadata.depends_on) == ["zebra", "ant"], "in the order of the k, not of the alphabet"
+    assert list(metadata.depends_on) == ["zebra", "ant"], "in the order of the k, not sorted"
     for name, digest in metadata.depends_on.items():
         assert digest == archive.content_hash(read_archive(tmp_path / name))
     with pytest.raises(MissingTaskError, match="'new' builds on 'zebra', 'ant', not here"):
@@ -237,7 +233,7 @@ def test_the_file_names_what_it_leans_on_and_is_refused_without(tmp_path):
 
 
 def by_the_specification(path) -> tuple[dict, dict[str, np.ndarray]]:
-    """Metadata and tensors of a file, as docs/format.md says."""
+    """Read metadata and tensors from a file as documented in docs/format.md."""
     data = path.read_bytes()
     (size,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + size])
@@ -250,7 +246,7 @@ def by_the_specification(path) -> tuple[dict, dict[str, np.ndarray]]:
     return about, found
 
 
-def test_the_specification_computes_it_from_the_files_alone(tmp_path):
+def test_the_files_alone_are_enough_by_the_specification(tmp_path):
     net = with_borrower("zebra", "ant")
     for name in net.tasks:
         net.save_task(name, tmp_path / name)
@@ -276,7 +272,7 @@ def test_the_specification_computes_it_from_the_files_alone(tmp_path):
         np.testing.assert_allclose(net.tasks["new"].tensors()[name].detach().numpy(), found, rtol=1e-5, atol=1e-6)
 
 
-def test_loading_freezes_what_the_file_leans_on(tmp_path):
+def test_loading_freezes_the_files_dependencies(tmp_path):
     net = with_borrower("a")
     net.save_task("new", tmp_path / "new")
     twin = network("a")
@@ -304,7 +300,7 @@ def test_a_task_that_borrows_can_be_borrowed_from_and_none_of_them_removed(tmp_p
         net.remove_task(name)
 
 
-def test_weights_that_an_earlier_task_has_outright_are_not_borrowed(tmp_path):
+def test_weights_that_an_earlier_task_owns_are_not_borrowed(tmp_path):
     net = network()
     nudge(net.add_task("a", classes=3, preset=None, own="stem.weight"))
     task = nudge(net.add_task("new", classes=3, preset=None, borrow=["a"]))
@@ -348,7 +344,7 @@ def test_an_earlier_task_of_another_backbone_is_refused(tmp_path):
             other.load_task(tmp_path / name)
 
 
-def test_files_that_cannot_be_are_refused(tmp_path):
+def test_invalid_files_are_refused(tmp_path):
     net = with_borrower("a", "b")
     filed = archive.pack_task(net.tasks["new"], net.fingerprint)
     key = "stem.weight:borrowed"
@@ -374,7 +370,7 @@ def test_files_that_cannot_be_are_refused(tmp_path):
     assert "cannot depend on" in refuse(metadata=dataclasses.replace(filed.metadata, method="simple"))
 
 
-def test_what_a_file_says_of_it(tmp_path):
+def test_inspecting_the_file(tmp_path):
     net = with_borrower("a", "b")
     net.save_task("new", tmp_path / "new.safetensors")
     found = inspect_file(tmp_path / "new.safetensors")
@@ -383,7 +379,7 @@ def test_what_a_file_says_of_it(tmp_path):
     assert found.plain()["leans_on"] == ["a", "b"]
 
 
-def test_in_a_batch_of_several_tasks_with_weights_kept_for_one():
+def test_a_mixed_batch_with_one_cached_module():
     net = Network(tiny(), active=1).eval()
     for name, borrow in (("a", ()), ("b", ()), ("new", ("a", "b"))):
         nudge(net.add_task(name, classes=3, preset=None, borrow=borrow), len(net.tasks)).freeze()
@@ -394,7 +390,7 @@ def test_in_a_batch_of_several_tasks_with_weights_kept_for_one():
             torch.testing.assert_close(scores, net(image[None], task=name)[0], rtol=1e-4, atol=1e-5)
 
 
-def test_it_does_not_go_into_a_bundle_of_masks():
+def test_a_borrowing_task_cannot_be_bundled():
     net = with_borrower("a")
     with pytest.raises(ExportError, match=r"'new' .* only tasks made of masks and classes"):
         bundle_bytes(net, ["a", "new"])
@@ -416,7 +412,7 @@ def test_a_task_starts_as_an_earlier_one(per):
         size = ((k2 + k3 * view).abs().mean() / 2).item()
         torch.testing.assert_close(transform.scores.detach().abs(), torch.full(view.shape, size))
     before = {name: tensor.detach().clone() for name, tensor in task.tensors().items()}
-    task.scale_k2_by_r(1e-3, seed=0)  # which is for masks that begin at the paper's start
+    task.scale_k2_by_r(1e-3, seed=0)  # no effect on masks that do not start at W~ = W
     assert all(torch.equal(tensor, before[name]) for name, tensor in task.tensors().items())
     learn(net, "new", IMAGES)
     net.remove_task("first")
@@ -435,8 +431,8 @@ def test_starting_and_borrowing_together():
     ("start", "options", "error", "said"),
     [
         ("b", {}, UnknownTaskError, "no task 'b'"),
-        ("a", {"per": "channel"}, TaskError, "one k per layer there and per channel here"),
-        ("a", {"k1": 0.0}, TaskError, "k1 = .* where it is to stay 0 here"),
+        ("a", {"per": "channel"}, TaskError, "one k per layer in one task and one per channel in the other"),
+        ("a", {"k1": 0.0}, TaskError, "k1 = .* in the earlier task, but here it is fixed to 0"),
         ("a", {"method": "simple"}, TaskError, "'simple' cannot use masks"),
         ("lora", {}, TaskError, "cannot start from 'lora', whose 'stem.weight' has no mask"),
         ("mixing", {}, TaskError, "cannot start from 'mixing', whose 'stem.weight' has no mask of its own"),
@@ -453,7 +449,7 @@ def test_what_a_task_cannot_start_from(start, options, error, said):
     assert "new" not in net.tasks
 
 
-def test_the_mask_that_a_transform_has_itself():
+def test_own_mask():
     rule = MaskRule((None,) * 4, 0.0, "identity", False)
     own, other = (Masked(Weight("w", torch.Size((2, 2)), "linear"), rule, torch.ones(2, 2)) for _ in range(2))
     assert own_mask(own) is own
@@ -484,7 +480,7 @@ def test_in_a_store(place, capsys, monkeypatch):
     store = Store("store")
     assert list(store.archive("new").metadata.depends_on) == ["b", "a"]
     code, out, err = command("eval", "photos", "--task", "new", "--store", "store", "--json")
-    assert (code, err) == (0, ""), "it is loaded with those that it leans on"
+    assert (code, err) == (0, ""), "it is loaded with its dependencies"
     assert json.loads(out)["accuracy"] == store.archive("new").metrics["test"]["accuracy"]
     code, _, err = command(*new[:-1], "a", "--overwrite")
     assert code == 1
@@ -521,7 +517,7 @@ def test_between_stores(place):
     assert set(other.load(fresh, "new").metadata.depends_on) == {"a"}
 
 
-def test_a_file_that_leans_on_its_own_name_ends(place):
+def test_a_file_that_depends_on_itself_is_refused(place):
     store, net = open_store("store", None)
     filed = store.archive("a")
     archive.save(
@@ -532,7 +528,7 @@ def test_a_file_that_leans_on_its_own_name_ends(place):
         store.load(net, "a")
 
 
-def test_an_interrupted_run_goes_on_only_with_the_masks_that_it_began_with(place):
+def test_an_interrupted_run_resumes_only_with_the_same_masks(place):
     def request(name, **changes):
         return Request("photos", name, "full", CONFIG, borrow=("b", "a"), start="b", **changes)
 

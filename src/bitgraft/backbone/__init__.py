@@ -1,4 +1,4 @@
-"""What is read off a pretrained network: its layers, norms and head, its weights, and how to load it.
+"""Backbones: loading them, and finding their layers, norms and head.
 
 May import: transforms, errors.
 """

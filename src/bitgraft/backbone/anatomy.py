@@ -1,8 +1,8 @@
-"""Reads a backbone: the weights that a task transforms, its norm layers, its head, and which layer feeds a norm.
+"""Finds the weights of a backbone that tasks transform, its norm layers and its head, and which layers feed a norm.
 
-There is no list of supported models. Types say what a layer is; one forward pass of a private copy says in what
-order layers run, whose output goes straight into a norm, and whose output is the network's own. Whatever is read
-can be overridden with the patterns of `fnmatch` (`"layer4.*"`).
+There is no list of supported models. The type of a layer tells what it is. One forward pass of a private copy tells the
+order of layers, which of them feed a norm, and which give the network's output. Everything can be overridden with
+`fnmatch` patterns such as "layer4.*".
 """
 
 import hashlib
@@ -37,54 +37,51 @@ AUTO = "auto"
 
 @dataclass
 class Anatomy:
-    """What `read_anatomy` found. `weights` are in the order in which data reaches them."""
+    """The result of `read_anatomy`. `weights` are in the order in which their layers run."""
 
     backbone: nn.Module = field(repr=False)
     weights: dict[str, Weight]
     norms: dict[str, tuple[str, ...]]
-    """Each norm layer with the names of its tensors, statistics included."""
+    """Norm layer -> the names of its tensors, statistics included."""
     heads: tuple[str, ...]
-    """The layers whose output is the network's output; several where it combines theirs, none if it gives features."""
+    """The layers whose output is the network's output: several if it combines them, none if it returns features."""
     head_known: bool
-    """False where no such layer was found and the user has not said either."""
+    """False if no head was found and the user did not name one."""
     features: int | None
-    """What the head takes in; for a backbone without a head, what it gives out."""
+    """The number of the head's inputs or, without a head, of the backbone's outputs."""
     wrapped: str | None
-    """The type of what the backbone gives, where that is not a tensor (transformers)."""
+    """The type of the backbone's output if it is not a tensor (transformers)."""
     places: Places = field(repr=False)
-    """Each tensor's name -> the (module, attribute) places that hold it; several where weights are tied."""
+    """Tensor -> the (module, attribute) pairs that hold it: several if it is tied."""
     outside: tuple[str, ...] = ()
-    """Parameters that tasks share untouched: biases, embeddings, scales."""
+    """Parameters that tasks use unchanged: biases, embeddings, scales."""
 
     @property
     def head(self) -> str | tuple[str, ...] | None:
-        """The head as `read_anatomy` and task files take it: one name, several, or None."""
+        """The head as in `read_anatomy` and task files: one name, several, or None."""
         return self.heads if len(self.heads) > 1 else self.heads[0] if self.heads else None
 
     @cached_property
     def _holders(self) -> dict[str, tuple[dict[str, Any], str]]:
-        return {
-            name: (tensor_dict(self.backbone.get_submodule(p[0][0]), p[0][1]), p[0][1])
-            for name, p in self.places.items()
-        }
+        first = {name: places[0] for name, places in self.places.items()}
+        return {name: (tensor_dict(self.backbone.get_submodule(p), a), a) for name, (p, a) in first.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """The backbone's tensor of that name, as it is now."""
+        """Return the backbone's current tensor of that name."""
         held, attribute = self._holders[name]
         return held[attribute]  # type: ignore[no-any-return]
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them, by name."""
         return {name: self.tensor(name) for name in self.places}
 
     @property
     def dtype(self) -> torch.dtype:
-        """The backbone's floating dtype (of its first parameter that has one)."""
+        """The dtype of the first floating-point parameter."""
         return next((p.dtype for p in self.backbone.parameters() if p.is_floating_point()), torch.float32)
 
     @property
     def device(self) -> torch.device:
-        """Where the backbone is (its first tensor)."""
+        """The device of the first tensor."""
         return self.tensor(next(iter(self.places))).device
 
     @cached_property
@@ -92,27 +89,27 @@ class Anatomy:
         return _held_by(self.heads, self.places)
 
     def head_names(self) -> list[str]:
-        """The names of the tensors that belong to the head alone."""
+        """Return the names of the tensors that only the head holds."""
         return list(self._head_names)
 
     @cached_property
     def norm_of(self) -> dict[str, str]:
-        """Each tensor of a norm layer with that layer's name, also of norms that new tasks leave alone."""
+        """Tensor -> its norm layer, including norms that new tasks do not own."""
         return {name: path for path, names in _norms(self.backbone, self.places).items() for name in names}
 
     @cached_property
     def fingerprinted(self) -> list[str]:
-        """The tensors that the fingerprint covers: those that a state dict holds, the head's and counters apart."""
+        """The tensors in the fingerprint: those of the state dict, without the head and step counters."""
         transient = {_join(p, n) for p, m in self.backbone.named_modules() for n in m._non_persistent_buffers_set}
         return sorted(n for n in self.places.keys() - transient - set(self.head_names()) if not n.endswith(COUNTER))
 
     @property
     def head_tied(self) -> bool:
-        """The head holds a tensor that another layer holds as well (language models: the embedding)."""
+        """Whether the head shares a tensor with another layer (in language models, the embedding)."""
         return any(len({within(path, self.heads) for path, _ in held}) > 1 for held in self.places.values())
 
     def fingerprint(self) -> str:
-        """SHA-256 over the names, shapes and float32 values of everything but the head, which a task replaces."""
+        """Return a SHA-256 of the names, shapes and float32 values of all tensors but the head's."""
         digest = hashlib.sha256()
         for name in self.fingerprinted:
             tensor = self.tensor(name)
@@ -134,18 +131,19 @@ def read_anatomy(
     head: Patterns | None = AUTO,
     scale_free: Patterns = AUTO,
 ) -> Anatomy:
-    """Read a backbone.
+    """Find the weights, norm layers and head of a backbone.
 
     Args:
-        example: a batch to run (a mapping: keyword arguments), or its shape, where the backbone does not say what it
-            takes.
-        transform: patterns of the weights that tasks transform; by default those of every convolution, linear layer,
-            recurrent layer and fused attention projection but the head.
-        skip: patterns of weights to leave out of those.
-        norms: patterns of the norm layers that a task gets its own copy of; by default all.
-        head: the layer that a task replaces, several where the network combines their outputs, or None for a backbone
-            that gives features.
-        scale_free: patterns of the weights whose k0 stays 1; by default those that feed a norm which undoes scales.
+        example: a batch to run, a mapping of keyword arguments, or the shape of a batch. Needed only if the backbone
+            does not state its input.
+        transform: patterns of the weights that tasks transform. By default, the weights of all convolutions, linear
+            layers, recurrent layers and fused attention projections but the head.
+        skip: patterns of weights not to transform.
+        norms: patterns of the norm layers that a task gets its own copy of. By default, all.
+        head: the layer that a task replaces, several if the network combines their outputs, or None for a backbone
+            that returns features.
+        scale_free: patterns of the weights whose k0 is fixed to 1. By default, those that feed a norm that cancels
+            scales.
     """
     refuse(backbone)
     places = tensor_places(backbone)
@@ -153,7 +151,7 @@ def read_anatomy(
     heads = find_heads(backbone, seen) if head == AUTO else named_heads(backbone, seen, head)
     in_head = set(_held_by(heads or (), places))
     matrices = [name for name, parameter in backbone.named_parameters() if parameter.dim() >= 2]
-    every = _by_default(backbone, places) if transform == AUTO else _match(transform, matrices, "transform")
+    every = _default_weights(backbone, places) if transform == AUTO else _match(transform, matrices, "transform")
     found = [name for name in _in_order(backbone, every, seen) if name not in in_head]
     skipped = set(_match(skip, found, "skip"))
     weights = {name: _describe(backbone, places, name, seen) for name in found if name not in skipped}
@@ -180,12 +178,12 @@ def read_anatomy(
 
 
 def describe(anatomy: Anatomy, name: str) -> Weight:
-    """The weight of that name, also when it is not among those transformed by default (a task file may have it)."""
+    """Return the weight of that name, even if new tasks do not transform it: a task file may."""
     return anatomy.weights.get(name) or _describe(anatomy.backbone, anatomy.places, name, None)
 
 
 def tensor_places(module: nn.Module) -> Places:
-    """Every tensor under its first name, with all places that hold it."""
+    """Return tensor -> all (module, attribute) pairs that hold it. A tied tensor goes by its first name."""
     first: dict[int, str] = {}
     places: Places = {}
     for path, owner in module.named_modules(remove_duplicate=False):
@@ -197,23 +195,22 @@ def tensor_places(module: nn.Module) -> Places:
 
 
 def tensor_dict(owner: nn.Module, attribute: str) -> dict[str, Any]:
-    """The dictionary in which a module holds a tensor."""
+    """Return the dict in which a module holds a tensor."""
     return owner._parameters if attribute in owner._parameters else owner._buffers
 
 
 def _held_by(layers: Sequence[str], places: Places) -> list[str]:
-    """The tensors that these layers hold, and no other layer."""
+    """Return the tensors that only these layers hold."""
     return [name for name, held in places.items() if all(within(path, layers) for path, _ in held)]
 
 
-def _by_default(backbone: nn.Module, places: Places) -> list[str]:
-    """The weights of convolutions, linear and recurrent layers, and attention."""
+def _default_weights(backbone: nn.Module, places: Places) -> list[str]:
     owners = ((path, a) for path, module in backbone.named_modules() for a in weight_attributes(module))
     return [name for path, attribute in owners if (name := _join(path, attribute)) in places]
 
 
 def _in_order(backbone: nn.Module, names: Iterable[str], seen: Trace) -> list[str]:
-    """Names in the order in which their layers run; a layer that was never called stands behind its neighbour."""
+    """Sort names by the order in which their layers run. A layer that never ran follows the one before it."""
     order, last = {}, -1
     for path, _ in backbone.named_modules():
         order[path] = last = seen.order.get(path, last)
@@ -255,7 +252,7 @@ def _features(backbone: nn.Module, heads: Sequence[str], seen: Trace) -> int | N
 def unknown_head(backbone: nn.Module) -> BackboneError:
     return BackboneError(
         f"cannot tell which layer of {type(backbone).__name__} is its classifier ({heads_hint(backbone)}): "
-        "pass its name, Network(backbone, head=...), or head=None if the backbone gives features"
+        "pass its name, Network(backbone, head=...), or head=None if the backbone returns features"
     )
 
 

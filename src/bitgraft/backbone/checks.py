@@ -1,4 +1,4 @@
-"""Refuses what cannot be a backbone, and warns of one that tasks could hardly change."""
+"""Refuses modules that cannot be a backbone, and warns if tasks could change little of one."""
 
 import warnings
 from collections.abc import Collection
@@ -11,9 +11,9 @@ from bitgraft.errors import BackboneError, BackboneWarning
 
 
 def refuse(backbone: nn.Module) -> None:
-    """Raise for a backbone whose weights cannot be replaced by others."""
+    """Raise if the backbone's weights cannot be replaced."""
     if not isinstance(backbone, nn.Module):
-        raise BackboneError(f"a backbone is a torch.nn.Module, not a {type(backbone).__name__}: build it first")
+        raise BackboneError(f"a backbone must be a torch.nn.Module, not a {type(backbone).__name__}: build it first")
     if isinstance(backbone, torch.jit.ScriptModule):
         raise BackboneError("the backbone is a TorchScript module, whose weights are fixed: pass the Python module")
     if hasattr(backbone, "_orig_mod"):
@@ -37,17 +37,17 @@ def refuse(backbone: nn.Module) -> None:
 
 
 def warn_of_shared(backbone: nn.Module, shared: Collection[str]) -> None:
-    """Warn where tasks share more than half of the parameters untouched, not counting embeddings (text models)."""
+    """Warn if tasks cannot change more than half of the parameters, not counting embeddings (text models)."""
     embeddings = {id(m.weight) for m in backbone.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
     sizes = {name: p.numel() for name, p in backbone.named_parameters() if id(p) not in embeddings}
     untouched = sorted((name for name in shared if name in sizes), key=lambda name: -sizes[name])
     share = 1 - sum(sizes[name] for name in untouched) / max(1, sum(sizes.values()))
     if share < 0.5:
-        apart = ", embeddings apart" if embeddings else ""
+        without = ", without embeddings" if embeddings else ""
         warnings.warn(
-            f"a task can change only {share:.0%} of the parameters of {type(backbone).__name__}{apart}; it leaves "
-            f"{', '.join(map(repr, untouched[:3]))} as they are: Network(backbone, transform=...) takes patterns of "
-            "further weights to transform, and add_task(..., own=...) of tensors to learn outright",
+            f"a task can change only {share:.0%} of the parameters of {type(backbone).__name__}{without}; it leaves "
+            f"{', '.join(map(repr, untouched[:3]))} as they are: pass patterns of other weights to transform, "
+            "Network(backbone, transform=...), or of tensors to train directly, add_task(..., own=...)",
             BackboneWarning,
             stacklevel=4,
         )

@@ -1,4 +1,4 @@
-"""Finds the layers that are a backbone's head: one classifier, or several whose outputs it combines."""
+"""Finds a backbone's head: one classifier, or several whose outputs are combined."""
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -12,16 +12,16 @@ from bitgraft.errors import BackboneError
 
 
 def find_heads(backbone: nn.Module, seen: Trace) -> tuple[str, ...] | None:
-    """The layer whose output is the network's; else the last that ran, if they give as many outputs as it has classes.
+    """Return the layer whose output is the network's output, or else the last layers with one output per class.
 
-    The latter are heads whose outputs are averaged (distilled networks) or pooled (SqueezeNet). Nothing for a backbone
-    that gives features; None if it cannot be told.
+    The latter are averaged (distilled networks) or pooled (SqueezeNet) afterwards. The result is empty for a backbone
+    that returns features, and None if the head cannot be determined.
     """
     if seen.last is not None:
         return (seen.last,)
     count = getattr(backbone, "num_classes", getattr(backbone, "num_labels", None))
     if count == 0:
-        return ()  # how timm marks a backbone that gives features
+        return ()  # how timm marks a backbone that returns features
     heads = []
     for path in sorted(seen.order, key=seen.order.__getitem__, reverse=True):
         layer: Any = backbone.get_submodule(path)
@@ -33,9 +33,9 @@ def find_heads(backbone: nn.Module, seen: Trace) -> tuple[str, ...] | None:
 
 
 def named_heads(backbone: nn.Module, seen: Trace, given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The layers that the user names, by patterns; all of those that are combined, or none can have other outputs."""
+    """Return the layers that match the user's patterns. Heads that are combined must be named together."""
     patterns = [given] if isinstance(given, str) else list(given or ())
-    layers = [path for path, layer in backbone.named_modules() if path and _has_tensors(layer)]
+    layers = [path for path, layer in backbone.named_modules() if path and [*layer.parameters(), *layer.buffers()]]
     for pattern in patterns:
         if not any(fnmatchcase(path, pattern) for path in layers):
             raise BackboneError(f"the backbone has no layer {pattern!r} with weights; {heads_hint(backbone)}")
@@ -48,7 +48,7 @@ def named_heads(backbone: nn.Module, seen: Trace, given: str | Sequence[str] | N
 
 
 def within(path: str, layers: Iterable[str]) -> bool:
-    """The path is that of one of these layers, or of a part of one."""
+    """Whether the path is one of these layers or inside one."""
     return any(path == layer or path.startswith(f"{layer}.") for layer in layers)
 
 
@@ -56,7 +56,3 @@ def heads_hint(backbone: nn.Module) -> str:
     linear = [name for name, module in backbone.named_modules() if isinstance(module, nn.Linear)]
     last = ", ".join(repr(name) for name in linear[-3:])
     return f"its last linear layers are {last}" if last else "it has no linear layer"
-
-
-def _has_tensors(layer: nn.Module) -> bool:
-    return next(layer.parameters(), None) is not None or next(layer.buffers(), None) is not None

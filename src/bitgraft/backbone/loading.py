@@ -1,10 +1,10 @@
-"""A backbone by what a user types, with weights from timm's hub, a file or an installed package.
+"""Loads a backbone by name, with weights from timm, a file or an installed package.
 
-    resnet50, vit_base_patch16_224.augreg_in21k    whatever timm knows
+    resnet50, vit_base_patch16_224.augreg_in21k    any model of timm
     wrn-28-4, resnet26                             the paper's small networks, from `bitgraft.backbone.models`
-    mypackage.nets:build                           a function of the user's own that returns a module
+    mypackage.nets:build                           your own function that returns a module
 
-No code from a file of weights is ever run: safetensors, or torch files of nothing but tensors.
+Code in a file of weights is never run: files are safetensors, or torch files with nothing but tensors.
 """
 
 import difflib
@@ -26,18 +26,18 @@ from bitgraft.backbone.models import resnet26, wide_resnet
 from bitgraft.backbone.weight_files import classes_in, fit, prepare, read_weights
 from bitgraft.errors import BackboneError, UnknownBackboneError
 
-REMEDY = "pass a file of weights (--weights FILE), or --no-pretrained to begin with random ones"
-HUBS = ("hf-hub:", "hf_hub:", "local-dir:")  # names that timm looks up elsewhere
+REMEDY = "pass a file of weights (--weights FILE), or --no-pretrained to start from random ones"
+HUBS = ("hf-hub:", "hf_hub:", "local-dir:")  # prefixes of names that timm resolves itself
 
 
 def load_backbone(name: str, *, weights: str | Path | None = None, pretrained: bool = True) -> nn.Module:
-    """Build a backbone and give it its weights.
+    """Build a backbone and load its weights.
 
     Args:
-        name: as at the top of this module.
-        weights: a safetensors or torch file, or "package:NAME" for the one that an installed package brings along.
-            A classifier of another size than usual is built to fit the file.
-        pretrained: the weights that timm publishes, where no others are given.
+        name: a name in one of the forms at the top of this module.
+        weights: a safetensors or torch file, or "package:NAME" for the file in an installed package. The classifier
+            is built with as many outputs as the file has.
+        pretrained: load timm's published weights if `weights` is not given.
     """
     if weights is None:
         return _build(name, pretrained)
@@ -49,7 +49,7 @@ def load_backbone(name: str, *, weights: str | Path | None = None, pretrained: b
 
 
 def skeleton(name: str) -> nn.Module:
-    """The network without values where it can be built so (the meta device): no memory, no download."""
+    """Build the network without values (on the meta device) if possible: no memory, no download."""
     try:
         with torch.device("meta"):
             return _build(name, False)
@@ -60,7 +60,7 @@ def skeleton(name: str) -> nn.Module:
 
 
 def read_backbone(name: str, *, weights: str | Path | None = None, **reading: Any) -> Anatomy:
-    """The anatomy of a backbone by name, from its shapes alone unless weights are given."""
+    """Read the anatomy of a backbone by name, from shapes alone unless weights are given."""
     if weights is not None:
         return read_anatomy(load_backbone(name, weights=weights), **reading)
     model = skeleton(name)
@@ -73,52 +73,52 @@ def read_backbone(name: str, *, weights: str | Path | None = None, **reading: An
 
 
 def _build(name: str, pretrained: bool, classes: int | None = None) -> nn.Module:
-    """The network, with its published weights or random ones, with this number of classes or its own."""
-    wanted = {} if classes is None else {"num_classes": classes}
+    """Build the network, with published or random weights, and with this many classes if given."""
+    kwargs = {} if classes is None else {"num_classes": classes}
     if ":" in name and not name.startswith(HUBS):
-        return _own(name, wanted)
+        return _own(name, kwargs)
     if name == "resnet26" or re.fullmatch(r"wrn-\d+-\d+", name):
-        return _small(name, pretrained, wanted)
-    return _timm(name, pretrained, wanted)
+        return _small(name, pretrained, kwargs)
+    return _timm(name, pretrained, kwargs)
 
 
-def _small(name: str, pretrained: bool, wanted: dict[str, Any]) -> nn.Module:
+def _small(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     if pretrained:
         raise BackboneError(f"{name} has no published weights: {REMEDY}")
     if name == "resnet26":
-        return resnet26(**wanted)
+        return resnet26(**kwargs)
     depth, width = map(int, name.split("-")[1:])
     try:
-        return wide_resnet(depth, width, **wanted)
+        return wide_resnet(depth, width, **kwargs)
     except ValueError as cause:
         raise UnknownBackboneError(f"{name!r}: {cause}") from cause
 
 
-def _own(name: str, wanted: dict[str, Any]) -> nn.Module:
-    """What the user's function returns. It brings its own weights."""
+def _own(name: str, kwargs: dict[str, Any]) -> nn.Module:
+    """Call the user's function, which loads its own weights."""
     module, _, function = name.partition(":")
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python` does, so that a file beside the user is found
+        sys.path.insert(0, os.getcwd())  # like `python`, find modules in the working directory
     try:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, ValueError) as cause:
         raise UnknownBackboneError(f"{name!r}: expected package.module:function, but {cause}") from cause
-    if wanted and "num_classes" not in inspect.signature(make).parameters:
+    if kwargs and "num_classes" not in inspect.signature(make).parameters:
         raise BackboneError(
-            f"the file of weights has a classifier of {wanted['num_classes']} outputs, which {name} cannot be asked "
-            "for: let it take num_classes"
+            f"the file of weights has a classifier of {kwargs['num_classes']} outputs, which {name} cannot build: "
+            "give it a parameter num_classes"
         )
     try:
-        model = make(**wanted)
-    except Exception as cause:  # whatever the user's function raises
+        model = make(**kwargs)
+    except Exception as cause:  # the user's function can raise anything
         raise BackboneError(f"{name} failed ({type(cause).__name__}: {cause})") from cause
     if not isinstance(model, nn.Module):
         raise BackboneError(f"{name} returned a {type(model).__name__}, not a torch.nn.Module")
     return model
 
 
-def _timm(name: str, pretrained: bool, wanted: dict[str, Any]) -> nn.Module:
-    import timm  # two seconds, which only those who use it should wait for
+def _timm(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
+    import timm  # takes two seconds
 
     base, _, tag = name.partition(".")
     if not name.startswith(HUBS):
@@ -131,12 +131,12 @@ def _timm(name: str, pretrained: bool, wanted: dict[str, Any]) -> nn.Module:
             known = ", ".join(published[:5]) or f"{base} alone, without published weights"
             raise UnknownBackboneError(f"timm has no {name!r}; it has {known}")
     if pretrained or ":" in name:
-        return _from_hub(name, pretrained, wanted)
-    model: nn.Module = timm.create_model(name, pretrained=False, **wanted)
+        return _from_hub(name, pretrained, kwargs)
+    model: nn.Module = timm.create_model(name, pretrained=False, **kwargs)
     return model
 
 
-def _from_hub(name: str, pretrained: bool, wanted: dict[str, Any]) -> nn.Module:
+def _from_hub(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     import timm
 
     stated = timm.models.get_pretrained_cfg(name, allow_unregistered=True) if ":" not in name else None
@@ -146,11 +146,11 @@ def _from_hub(name: str, pretrained: bool, wanted: dict[str, Any]) -> nn.Module:
     try:
         if repository and not _cached(repository):
             _resolve_hub()
-        model: nn.Module = timm.create_model(name, pretrained=pretrained, **wanted)
+        model: nn.Module = timm.create_model(name, pretrained=pretrained, **kwargs)
         return model
-    except Exception as cause:  # the hub, the network below it and the file that came all have errors of their own
+    except Exception as cause:  # the hub, the network and the file have many kinds of errors
         why = str(cause).partition("\n")[0].rstrip(".")
-        raise BackboneError(f"the published weights of {name} could not be fetched ({why}): {REMEDY}") from cause
+        raise BackboneError(f"the published weights of {name} could not be downloaded ({why}): {REMEDY}") from cause
 
 
 def _cached(repository: str) -> bool:
@@ -161,7 +161,7 @@ def _cached(repository: str) -> bool:
 
 
 def _resolve_hub() -> None:
-    """Fail at once where the hub's address means nothing; its own client tries for more than a minute."""
+    """Fail at once if the hub's address cannot be resolved; its own client retries for more than a minute."""
     from huggingface_hub import constants
 
     if any(os.environ.get(variable) for variable in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):

@@ -12,7 +12,7 @@ def _conv3x3(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
 
 
 class _PreActivation(nn.Module):
-    """norm, ReLU, 3x3, norm, ReLU, 3x3, around a shortcut (Zagoruyko and Komodakis)."""
+    """norm, ReLU, 3x3, norm, ReLU, 3x3, plus a shortcut (Zagoruyko and Komodakis)."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class _PreActivation(nn.Module):
 
 
 class _PostActivation(nn.Module):
-    """3x3, norm, ReLU, 3x3, norm, then ReLU of the sum; a shortcut that halves and doubles has no weights."""
+    """3x3, norm, ReLU, 3x3, norm, plus a shortcut without weights, then ReLU."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class _PostActivation(nn.Module):
 
 
 class SmallResNet(nn.Module):
-    """A 3x3 stem, three stages of blocks, each of stride 2, then norm, ReLU, pooling and a linear head."""
+    """A 3x3 stem, three stages of blocks with stride 2, then norm, ReLU, average pooling and a linear head."""
 
     input_size = (3, 64, 64)
 
@@ -77,13 +77,13 @@ def wide_resnet(depth: int = 28, width: int = 4, num_classes: int = 1000) -> Sma
     """A wide ResNet for 64 x 64 images; WRN-28-4 is the paper's network for the decathlon."""
     if (depth - 4) % 6 or depth < 10 or width < 1:
         raise ValueError(
-            f"a wide ResNet's depth is 6 n + 4 (10, 16, 22, 28, ...), its width from 1 on, not {depth}-{width}"
+            f"a wide ResNet's depth is 6 n + 4 (10, 16, 22, 28, ...), its width 1 or more, not {depth}-{width}"
         )
     channels = [16, 16 * width, 32 * width, 64 * width]
     return SmallResNet(_PreActivation, (depth - 4) // 6, channels, num_classes, stem_norm=False)
 
 
 def resnet26(num_classes: int = 1000, width: float = 1.0) -> SmallResNet:
-    """The ResNet-26 of the decathlon's authors, on which residual adapters are counted."""
+    """The ResNet-26 of the decathlon's authors, which residual adapters were published for."""
     channels = [int(c * width) for c in (32, 64, 128, 256)]
     return SmallResNet(_PostActivation, 4, channels, num_classes, stem_norm=True)

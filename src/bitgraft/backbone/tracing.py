@@ -1,9 +1,9 @@
-"""One forward pass of a private copy of the backbone, watched."""
+"""Traces one forward pass of a private copy of the backbone."""
 
 import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from bitgraft.backbone.layers import is_classifier, is_norm, is_weighted
 from bitgraft.errors import BackboneError
 
-SIZES = (224, 64, 32, 28, 96, 128, 256, 299, 384)  # tried in turn where a backbone does not say what it takes
+SIZES = (224, 64, 32, 28, 96, 128, 256, 299, 384)  # tried in turn if a backbone does not state its input size
 
 Example = Tensor | Mapping[str, Any] | Sequence[int]
 """A batch, a batch of keyword arguments, or the shape of a batch."""
@@ -22,24 +22,24 @@ Example = Tensor | Mapping[str, Any] | Sequence[int]
 
 @dataclass
 class Trace:
-    order: dict[str, int] = field(default_factory=dict)
-    """Each layer that ran -> when it first ran."""
-    feeds: dict[str, str] = field(default_factory=dict)
-    """Each layer whose output is the input of a norm -> that norm."""
-    last: str | None = None
+    order: dict[str, int]
+    """Layer -> its place in the order of first calls."""
+    feeds: dict[str, str]
+    """Layer -> the norm layer that alone consumes its output."""
+    last: str | None
     """The linear layer or 1x1 convolution whose output is the network's output."""
-    width: int | None = None
+    width: int | None
     """The size of the output's last dimension."""
-    wrapped: str | None = None
-    """The type of what the network gives, where that is not a tensor."""
+    wrapped: str | None
+    """The type of the network's output if it is not a tensor."""
 
 
 def private_copy(backbone: nn.Module) -> nn.Module:
-    """The backbone's module tree over again, its parameters shared and its buffers, which layers write to, copied."""
+    """Return a copy of the module tree that shares the parameters. Buffers are copied, since layers write to them."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in backbone.parameters()}
     try:
         return copy.deepcopy(backbone, memo)
-    except Exception as cause:  # whatever the user's module raises when it is copied
+    except Exception as cause:  # the user's module can raise anything
         raise BackboneError(
             f"{type(backbone).__name__} cannot be copied ({type(cause).__name__}: {cause}): "
             "make copy.deepcopy(backbone) work, for example by detaching tensors kept as plain attributes"
@@ -47,7 +47,7 @@ def private_copy(backbone: nn.Module) -> nn.Module:
 
 
 def logits(output: Any) -> Tensor:
-    """The tensor of scores in what a backbone returns (transformers and some detectors wrap it)."""
+    """Return the tensor of scores in a backbone's output (transformers and some detectors wrap it)."""
     if isinstance(output, Tensor):
         return output
     if hasattr(output, "logits"):
@@ -60,42 +60,42 @@ def logits(output: Any) -> Tensor:
 
 
 def trace(backbone: nn.Module, example: Example | None) -> Trace:
-    """Run a private copy once, in evaluation mode, on `example` or on what the backbone seems to take."""
+    """Run a private copy once, in evaluation mode, on `example` or on inputs that the backbone is likely to take."""
     first = next(iter([*backbone.parameters(), *backbone.buffers()]), None)
     if first is None:
         raise BackboneError(f"{type(backbone).__name__} has no weights: there is nothing to add a task to")
     problem: Exception | None = None
     for batch in _examples(backbone, example, first):
         try:
-            return _watch(private_copy(backbone).eval(), batch)
+            return _trace_batch(private_copy(backbone).eval(), batch)
         except BackboneError:
             raise
-        except Exception as cause:  # whatever the user's forward raises for a batch it does not take
+        except Exception as cause:  # the user's forward can raise anything
             problem = problem or cause
     raise BackboneError(
-        f"{type(backbone).__name__} could not be run to read it ({type(problem).__name__}: {problem}): pass a batch "
+        f"{type(backbone).__name__} could not be run to trace it ({type(problem).__name__}: {problem}): pass a batch "
         "that it takes, Network(backbone, example=torch.zeros(1, 3, 224, 224)), or example={...} for keyword arguments"
     ) from problem
 
 
 def _examples(backbone: nn.Module, example: Example | None, like: Tensor) -> Iterator[Tensor | Mapping[str, Any]]:
-    """The example, or what the backbone states, and sizes to try (timm states that of its weights' training)."""
+    """Yield the example; or else the stated input and, since timm states the size of pretraining, common sizes."""
     if isinstance(example, Tensor | Mapping):
         yield example
         return
     if example is not None:
         shapes = [tuple(example)]
     else:
-        stated, words = input_size(backbone), getattr(backbone, "dummy_inputs", None)  # words: transformers
-        if stated is None and isinstance(words, Mapping):
-            yield {name: value.to(like.device) for name, value in words.items()}
-        shapes = [*([(1, *stated)] if stated is not None else []), *_usual_shapes(backbone)]
+        stated, dummy = input_size(backbone), getattr(backbone, "dummy_inputs", None)  # of transformers
+        if stated is None and isinstance(dummy, Mapping):
+            yield {name: value.to(like.device) for name, value in dummy.items()}
+        shapes = [*([(1, *stated)] if stated is not None else []), *_common_shapes(backbone)]
     for shape in shapes:
         yield torch.zeros(shape, device=like.device, dtype=like.dtype if like.is_floating_point() else torch.float32)
 
 
 def input_size(backbone: nn.Module) -> tuple[int, ...] | None:
-    """(channels, height, width) as timm, transformers or our own backbones state it."""
+    """Return (channels, height, width) as stated by timm, transformers or our own backbones."""
     size = (getattr(backbone, "pretrained_cfg", None) or {}).get("input_size") or getattr(backbone, "input_size", None)
     config = getattr(backbone, "config", None)
     pixels = getattr(config, "image_size", None)
@@ -105,8 +105,8 @@ def input_size(backbone: nn.Module) -> tuple[int, ...] | None:
     return tuple(size) if size is not None else None
 
 
-def _usual_shapes(backbone: nn.Module) -> list[tuple[int, ...]]:
-    """Batches of one that the first convolution or linear layer could take."""
+def _common_shapes(backbone: nn.Module) -> list[tuple[int, ...]]:
+    """Return shapes of single-image batches that the first convolution or linear layer can take."""
     for module in backbone.modules():
         if isinstance(module, nn.modules.conv._ConvNd):
             dimensions = len(module.kernel_size)
@@ -116,26 +116,27 @@ def _usual_shapes(backbone: nn.Module) -> list[tuple[int, ...]]:
     return [(1, 3, size, size) for size in SIZES]
 
 
-def _watch(module: nn.Module, batch: Tensor | Mapping[str, Any]) -> Trace:
-    watch = _Watch()
+def _trace_batch(module: nn.Module, batch: Tensor | Mapping[str, Any]) -> Trace:
+    tracer = _Tracer()
     for name, layer in module.named_modules():
         layer.register_forward_pre_hook(
-            lambda layer, args, kwargs, name=name: watch.enter(name, layer, [*args, *kwargs.values()]), with_kwargs=True
+            lambda layer, args, kwargs, name=name: tracer.enter(name, layer, [*args, *kwargs.values()]),
+            with_kwargs=True,
         )
-        layer.register_forward_hook(lambda layer, _, output, name=name: watch.leave(name, layer, output))
-    with torch.no_grad(), warnings.catch_warnings(), watch:
-        warnings.simplefilter("ignore")  # those of the user's forward belong to the user's calls
+        layer.register_forward_hook(lambda layer, _, output, name=name: tracer.leave(name, layer, output))
+    with torch.no_grad(), warnings.catch_warnings(), tracer:
+        warnings.simplefilter("ignore")  # the user sees them in their own calls
         output = module(**batch) if isinstance(batch, Mapping) else module(batch)
-    return watch.trace(output)
+    return tracer.trace(output)
 
 
-class _Watch(TorchFunctionMode):
-    """Follows the outputs of weighted layers by identity: into norms, into anything else, and out of the network."""
+class _Tracer(TorchFunctionMode):
+    """Tracks where the outputs of weighted layers go: into norms, into other operations, out of the network."""
 
     def __init__(self) -> None:
         super().__init__()
         self.order: dict[str, int] = {}
-        self.made: dict[int, tuple[str, nn.Module, Tensor, int]] = {}  # with the tensor: a freed id is used again
+        self.outputs: dict[int, tuple[str, nn.Module, Tensor, int]] = {}  # with the tensor, to reserve its id
         self.into_norm: dict[str, str] = {}
         self.elsewhere: set[str] = set()
         self.norms_entered = 0
@@ -143,15 +144,15 @@ class _Watch(TorchFunctionMode):
     def enter(self, name: str, layer: nn.Module, inputs: list[Any]) -> None:
         if is_norm(layer):
             self.norms_entered += 1
-            if inputs and id(inputs[0]) in self.made:
-                self.into_norm[self.made[id(inputs[0])][0]] = name
+            if inputs and id(inputs[0]) in self.outputs:
+                self.into_norm[self.outputs[id(inputs[0])][0]] = name
 
     def leave(self, name: str, layer: nn.Module, output: Any) -> None:
         self.order.setdefault(name, len(self.order))
         if is_norm(layer):
             self.norms_entered -= 1
         if isinstance(output, Tensor) and is_weighted(layer):
-            self.made[id(output)] = (name, layer, output, output._version)
+            self.outputs[id(output)] = (name, layer, output, output._version)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -160,23 +161,23 @@ class _Watch(TorchFunctionMode):
         return result
 
     def use(self, values: Any) -> None:
-        """Note where the outputs of layers go that do not go into a norm."""
+        """Record the layers whose outputs are used outside a norm."""
         ids = (id(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-        self.elsewhere.update(self.made[i][0] for i in ids if i in self.made)
+        self.elsewhere.update(self.outputs[i][0] for i in ids if i in self.outputs)
 
-    def trace(self, output: Any) -> Trace:
-        self.use(output)
-        scores = logits(output)
+    def trace(self, result: Any) -> Trace:
+        self.use(result)
+        scores = logits(result)
         storage = scores.untyped_storage()._cdata
         last = [
             name
-            for name, layer, made, version in self.made.values()
-            if is_classifier(layer) and made.untyped_storage()._cdata == storage and made._version == version
+            for name, layer, output, version in self.outputs.values()
+            if is_classifier(layer) and output.untyped_storage()._cdata == storage and output._version == version
         ]
         return Trace(
             order=self.order,
             feeds={name: norm for name, norm in self.into_norm.items() if name not in self.elsewhere},
             last=last[-1] if last else None,
             width=int(scores.shape[-1]) if scores.dim() > 1 else None,
-            wrapped=None if isinstance(output, Tensor) else type(output).__name__,
+            wrapped=None if isinstance(result, Tensor) else type(result).__name__,
         )

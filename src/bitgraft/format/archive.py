@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitgraft.backbone.files import aligned_room, check_name, read_whole, write_atomically
+from bitgraft.backbone.files import aligned_buffer, check_name, read_whole, write_atomically
 from bitgraft.backbone.layers import COUNTER
 from bitgraft.errors import CorruptError, TaskError
 from bitgraft.format import compact, container, description, entropy_coding
@@ -92,7 +92,7 @@ def to_bytes(archive: Archive, *, coded: bool = False) -> bytes:
 def from_bytes(data: bytes | memoryview, source: str = "the task file") -> Archive:
     """Read and check a file's bytes. Any fault is an `ArchiveError`."""
     if isinstance(data, bytes):
-        given, data = data, aligned_room(len(data))
+        given, data = data, aligned_buffer(len(data))
         data[:] = given
     about, tensors = container.decode(data, source)
     version, sizes = about["format"], {key: tensor.nbytes for key, tensor in tensors.items()}

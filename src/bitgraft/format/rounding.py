@@ -15,7 +15,7 @@ from bitgraft.format.compact import NORM_PARTS
 from bitgraft.format.header import HEAD
 from bitgraft.methods import registry
 from bitgraft.task import Task
-from bitgraft.transforms.levels import MOST, Levels
+from bitgraft.transforms.levels import MAX_LEVEL, Levels
 from bitgraft.transforms.masked import Masked
 
 STEPS = 255
@@ -107,7 +107,7 @@ def _norm_steps(task: Task) -> Parts:
         size = NORM_STEP * weight.square().mean().sqrt()
         for name, value in ((f"{layer}.weight", weight), (f"{layer}.bias", bias)):
             change = value - task.anatomy.tensor(name).detach().double()
-            step = torch.maximum(size, change.abs().max() / MOST).clamp(min=1e-12).float()
+            step = torch.maximum(size, change.abs().max() / MAX_LEVEL).clamp(min=1e-12).float()
             found[name] = {"levels": (change / step).round().to(torch.int8), "step": step}
     return found
 

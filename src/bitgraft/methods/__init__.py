@@ -1,4 +1,4 @@
-"""Methods: which transform each weight gets, what a task owns outright, and how it is trained. A file per family.
+"""Methods: which transform each weight gets, which tensors a task owns, and how it is trained. One file per family.
 
 May import: task, backbone, transforms, errors.
 """

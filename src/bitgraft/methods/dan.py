@@ -1,4 +1,4 @@
-"""Deep adaptation networks (Rosenfeld and Tsotsos): a task recombines each layer's filters."""
+"""Deep adaptation networks (Rosenfeld and Tsotsos): linear combinations of each layer's filters."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from bitgraft.methods.registry import Method, Options, register_method
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bitgraft.transforms.base import Weight
-    from bitgraft.transforms.recombined import Recombined
+    from bitgraft.transforms.base import Transform, Weight
 
 
-def recombined(weight: Weight, tensor: Tensor, *_: Any) -> Recombined:
+def recombined(weight: Weight, tensor: Tensor, *_: Any) -> Transform:
     from bitgraft.transforms.recombined import Recombined
 
     return Recombined(weight, tensor.device)
 
 
-register_method(
-    Method("dan", "each layer's filters recombined linearly; own norm layers", "W~ = P · W", Options(), recombined)
-)
+SUMMARY = "linear combinations of each layer's filters; own norm layers"
+
+register_method(Method("dan", SUMMARY, "W~ = P · W", Options(), recombined))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bitgraft.methods.registry import Method, Options, is_number, register_method, require, uniform
 
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bitgraft.transforms.base import Transform, Weight
-    from bitgraft.transforms.low_rank import LowRank
 
 
 @dataclass(frozen=True)
@@ -27,13 +25,11 @@ class LoraOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         whole = isinstance(self.rank, int) and not isinstance(self.rank, bool)
-        require(whole and self.rank >= 1, "rank", self.rank, "give a whole number from 1 on")
+        require(whole and self.rank >= 1, "rank", self.rank, "give a whole number of at least 1")
         require(is_number(self.alpha), "alpha", self.alpha, "give a number")
 
 
-def low_rank(
-    weight: Weight, tensor: Tensor, options: LoraOptions, rng: torch.Generator | None, before: Sequence[Transform]
-) -> LowRank:
+def low_rank(weight: Weight, tensor: Tensor, options: LoraOptions, rng: torch.Generator | None, *_: Any) -> Transform:
     import torch
 
     from bitgraft.transforms.low_rank import LowRank

@@ -1,4 +1,4 @@
-"""PackNet (Mallya and Lazebnik): each task trains the weights that earlier ones pruned away, and prunes in its turn."""
+"""PackNet (Mallya and Lazebnik): each task trains the weights that earlier tasks pruned away, then prunes its own."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bitgraft.transforms.base import Transform, Weight
-    from bitgraft.transforms.packed import Packed
 
 
 @dataclass(frozen=True)
 class PacknetOptions(Options):
     norms: bool = False
     keep: float = 0.5
-    """The share of the backbone's weights, the largest in each layer, that the first task finds in place."""
+    """For the first task: the share of the backbone's weights to keep, the largest of each layer."""
     base: bool = False
-    """This task retrains the backbone's own: it owns every weight and starts from them, as PackNet does on ImageNet."""
+    """For the first task: train all weights, starting from the backbone's, as PackNet does on ImageNet."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -34,31 +33,31 @@ class PacknetOptions(Options):
 
 def packed(
     weight: Weight, tensor: Tensor, options: PacknetOptions, rng: torch.Generator | None, before: Sequence[Transform]
-) -> Packed:
+) -> Transform:
     import torch
 
     from bitgraft.transforms.base import strided_like, widened
     from bitgraft.transforms.packed import Packed, largest
 
-    blank = torch.zeros_like(tensor, dtype=torch.float32)
-    last = before[0] if before else None
-    if isinstance(last, Packed):
+    zeros = torch.zeros_like(tensor, dtype=torch.float32)
+    previous = before[0] if before else None
+    if isinstance(previous, Packed):
         if options.base:
-            raise TaskError("base=True is for PackNet's first task; there is an earlier one to stand on")
-        return Packed(weight, last.forward(widened(tensor)).detach(), last.left(), blank)
+            raise TaskError("base=True is for PackNet's first task, but there is already one: leave it out")
+        return Packed(weight, previous.forward(widened(tensor)).detach(), previous.left(), zeros)
     if options.base:
-        return Packed(weight, None, torch.ones_like(tensor, dtype=torch.bool), blank.copy_(tensor))
+        return Packed(weight, None, torch.ones_like(tensor, dtype=torch.bool), zeros.copy_(tensor))
     kept = largest(tensor.abs(), round(tensor.numel() * options.keep))
-    return Packed(weight, None, strided_like(tensor, ~kept), blank)
+    return Packed(weight, None, strided_like(tensor, ~kept), zeros)
 
 
-def refuse_full_network(built: Mapping[str, Transform]) -> None:
+def refuse_full_network(transforms: Mapping[str, Transform]) -> None:
     from bitgraft.transforms.packed import Packed
 
-    if not any(bool(t.free.any()) for t in built.values() if isinstance(t, Packed)):
+    if not any(bool(t.free.any()) for t in transforms.values() if isinstance(t, Packed)):
         raise NoFreeWeightsError(
-            "PackNet has no free weights left for a further task: the last one was not pruned and took them all; "
-            "call prune(0.75) on it while it is still learning, then add the next"
+            "PackNet has no free weights left for another task, because the last task was not pruned: "
+            "call prune(0.75) on it while it is still training, then add the next"
         )
 
 

@@ -1,27 +1,27 @@
-"""The options that a preset gives a method. They say what a task is made of, so they are needed before training."""
+"""The method options that each preset sets. They shape a task, so they are needed before training."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from bitgraft.errors import TaskError
 
-_MEASURED: Mapping[str, Mapping[str, Any]] = {
+_TUNED: Mapping[str, Mapping[str, Any]] = {
     "full": {"per": "channel"},
     "simple": {"per": "channel"},
     "packnet": {"keep": 0.75},
 }
 OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "default": _MEASURED,
-    "quick": _MEASURED,
-    "quick-uncorrected": _MEASURED,
+    "default": _TUNED,
+    "quick": _TUNED,
+    "quick-uncorrected": _TUNED,
     "imagenet-to-sketch": {},
     "decathlon": {},
 }
-"""By preset and method, where they are not the method's own; `bitgraft.training.presets` has the presets' settings."""
+"""preset -> method -> options that differ from the method's own. `bitgraft.training.presets` has the other settings."""
 
 
 def preset_options(name: str | None, method: str) -> dict[str, Any]:
-    """The options of a method in a preset; without a preset the method keeps its own."""
+    """Return the options that a preset sets for a method; none without a preset."""
     if name is None:
         return {}
     if name not in OPTIONS:

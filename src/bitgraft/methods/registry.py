@@ -1,4 +1,7 @@
-"""The one registry of methods, and how a method becomes a task. Methods are listed without torch."""
+"""The registry of methods, and the transforms and tensors that a method gives a new task.
+
+torch is imported only where it is needed, so that listing methods is fast.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,18 @@ if TYPE_CHECKING:
     from bitgraft.transforms.base import Transform, Weight
 
     Build = Callable[[Weight, Tensor, Any, torch.Generator | None, Sequence[Transform]], Transform | None]
-    """(weight, its tensor, options, randomness or None to leave values unset, the transforms that tasks which it
-    depends on have for it) -> a transform, or None where the method leaves that weight alone."""
+    """(weight, its tensor, options, generator, earlier tasks' transforms of the same weight) -> a transform, or None to
+    leave the weight alone. Without a generator the values are not initialised."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What every method takes."""
+    """The options of every method."""
 
     norms: bool = True
-    """The task gets norm layers of its own; otherwise they stay the backbone's, in evaluation mode."""
+    """Give the task its own norm layers. Otherwise it uses the backbone's, in evaluation mode."""
     own: tuple[str, ...] = ()
-    """Patterns of further tensors to own outright, for example ("*.bias",)."""
+    """Patterns of other tensors to train and store as they are, for example ("*.bias",)."""
 
     def __post_init__(self) -> None:
         require(isinstance(self.norms, bool), "norms", self.norms, "give True or False")
@@ -38,9 +41,9 @@ class Options:
         require(patterns, "own", self.own, "give a list of patterns, for example ['*.bias']")
 
 
-def require(fits: bool, name: str, value: Any, remedy: str) -> None:
-    if not fits:
-        raise TaskError(f"{name}={value!r}: {remedy}")
+def require(valid: bool, option: str, value: Any, remedy: str) -> None:
+    if not valid:
+        raise TaskError(f"{option}={value!r}: {remedy}")
 
 
 def is_number(value: Any) -> bool:
@@ -49,18 +52,18 @@ def is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Phase:
-    """One stretch of training: prune first, then train; epochs and rate None means what the protocol says."""
+    """One phase of training: prune, then train. None leaves epochs and rate to the training configuration."""
 
     epochs: int | None = None
     rate: float | None = None
     drop_after: int | None = None
-    """The rate is divided by ten after this many epochs."""
+    """Divide the rate by ten after this many epochs."""
     prune: float | None = None
 
 
 @dataclass(frozen=True)
 class Method:
-    """A named recipe: which transform a weight gets, what a task owns outright, in which phases it is trained."""
+    """Which transform each weight gets, which tensors a task owns, and in which phases it is trained."""
 
     name: str
     summary: str
@@ -69,17 +72,17 @@ class Method:
     build: Build | None = None
     owns_everything: bool = False
     depends_on_previous: bool = False
-    """Each task stands on the one before it (PackNet)."""
+    """Each task builds on the previous one (PackNet)."""
     borrows: bool = False
-    """A task may name earlier ones, to add their masks to its own or to begin from one of them."""
+    """A task may reuse the masks of earlier tasks, or start from one of them."""
     joint: bool = False
-    """The weights that tasks share learn along with them, which makes another backbone (`Network.joint_copy`)."""
+    """The shared weights are trained too, which makes a new backbone (`Network.joint_copy`)."""
     phases: tuple[Phase, ...] = (Phase(),)
     check: Callable[[Mapping[str, Transform]], None] | None = None
-    """Refuses a set of transforms with which nothing could be learned."""
+    """Raises if the transforms leave nothing to train."""
 
     def with_options(self, given: Mapping[str, Any]) -> Options:
-        """The method's options with the user's in place of its own."""
+        """Return the method's options, overridden by those given."""
         known = {f.name for f in fields(self.options)}
         for name in given:
             if name not in known:
@@ -87,7 +90,7 @@ class Method:
                 hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(known))}"
                 raise TaskError(f"method {self.name!r} has no option {name!r}; {hint}")
         if isinstance(given.get("own"), str):
-            given = {**given, "own": (given["own"],)}  # one pattern; its letters would be patterns too
+            given = {**given, "own": (given["own"],)}  # one pattern, not one per letter
         changes: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
         return replace(self.options, **changes)
 
@@ -96,7 +99,6 @@ _METHODS: dict[str, Method] = {}
 
 
 def register_method(method: Method) -> Method:
-    """Make a method known by its name."""
     _METHODS[method.name] = method
     return method
 
@@ -120,29 +122,28 @@ def transforms(
     rng: torch.Generator | None,
     before: Sequence[Mapping[str, Transform]] = (),
 ) -> dict[str, Transform]:
-    """A new task's transforms, one for each weight that the method takes; `before` are of tasks it depends on.
-
-    Without randomness values are left unset.
-    """
+    """Return a new task's transforms by weight; `before` are those of the tasks that it depends on."""
     if method.build is None:
         return {}
-    built, outright = {}, owned_names(method, anatomy, options)
-    for name in (name for name in anatomy.weights if name not in outright):
-        weight, tensor = anatomy.weights[name], anatomy.tensor(name).detach()
-        if (transform := method.build(weight, tensor, options, rng, at(name, before))) is not None:
+    built, owned = {}, owned_names(method, anatomy, options)
+    for name, weight in anatomy.weights.items():
+        if name in owned:
+            continue
+        tensor = anatomy.tensor(name).detach()
+        if (transform := method.build(weight, tensor, options, rng, earlier_transforms(name, before))) is not None:
             built[name] = transform
     if method.check is not None:
         method.check(built)
     return built
 
 
-def at(name: str, before: Sequence[Mapping[str, Transform]]) -> list[Transform]:
-    """What earlier tasks do to one weight, in their order, without those that leave it alone."""
+def earlier_transforms(name: str, before: Sequence[Mapping[str, Transform]]) -> list[Transform]:
+    """Return the earlier tasks' transforms of one weight, in order."""
     return [transforms[name] for transforms in before if name in transforms]
 
 
 def owned_names(method: Method, anatomy: Anatomy, options: Options) -> set[str]:
-    """The tensors that a task has outright, head apart: no transform takes those."""
+    """Return the tensors that a task trains and stores as they are, without the head. They get no transform."""
     norms = {name for names in anatomy.norms.values() for name in names}
     chosen = set(anatomy.places) - norms if method.owns_everything else set()
     if options.norms:
@@ -156,7 +157,7 @@ def owned_names(method: Method, anatomy: Anatomy, options: Options) -> set[str]:
 
 
 def owned(method: Method, anatomy: Anatomy, options: Options) -> dict[str, Tensor]:
-    """Copies of the backbone's tensors that a new task starts from, head apart; learned ones in float32."""
+    """Return copies of the backbone's tensors for a new task to own, without the head; parameters in float32."""
     import torch
     from torch import nn
 
@@ -172,17 +173,17 @@ def owned(method: Method, anatomy: Anatomy, options: Options) -> dict[str, Tenso
 def uniform(
     shape: torch.Size | tuple[int, ...], low: float, high: float, rng: torch.Generator | None, like: Tensor
 ) -> Tensor:
-    """Float32 values, U(low, high), in `like`'s device and, for the same shape, its memory format."""
+    """Draw float32 values from U(low, high) on `like`'s device and, for an equal shape, in its memory format."""
     import torch
 
     same = like.shape == shape
     out = torch.empty_like(like, dtype=torch.float32) if same else like.new_empty(shape, dtype=torch.float32)
     if rng is None:
         return out
-    values = torch.rand(shape, generator=rng)  # drawn on the CPU, so that a seed means the same everywhere
+    values = torch.rand(shape, generator=rng)  # drawn on the CPU, so that a seed gives the same values on every device
     return out.copy_(values.mul_(high - low).add_(low))
 
 
 def plain(options: Options) -> dict[str, Any]:
-    """Options as a file or a message holds them."""
+    """Return options as a dict of plain values, as task files store them."""
     return asdict(options)

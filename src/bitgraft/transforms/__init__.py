@@ -1,4 +1,4 @@
-"""From a frozen weight W to a task's weight W~: the paper's equation, its masks, and the compiled loops for a CPU.
+"""Weight transforms: from a frozen weight W to a task's weight W~.
 
 May import: errors.
 """

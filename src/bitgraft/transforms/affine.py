@@ -1,4 +1,4 @@
-"""Equation (2) as pure functions: W~ from W, a mask and four k, and the gradients back to R and k."""
+"""Equation (2) of the paper: W~ from W, a mask M and k0..k3, and the gradients to R and k."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,98 +9,100 @@ from torch import Tensor, nn
 
 from bitgraft.transforms import kernels
 from bitgraft.transforms.base import strided_like, widened
-from bitgraft.transforms.bits import Surrogate, threshold, through_surrogate, unpack
+from bitgraft.transforms.bits import Surrogate, surrogate_grad, threshold, unpack
 
-SMALL = 1 << 14  # elements from which a weight is worth a compiled loop, and the import of a compiler
+MIN_COMPILED = 1 << 14  # elements; smaller weights are not worth a compiled loop, nor the import of numba
 
 
 def affine(weight: Tensor, mask: Tensor, k: Tensor) -> Tensor:
-    """Equation (2): W~ = k0 W + k1 1 + k2 M + k3 W∘M, computed as (k0 + k3 M)∘W + (k1 + k2 M).
+    """W~ = k0 W + k1 1 + k2 M + k3 W∘M, computed as (k0 + k3 M)∘W + (k1 + k2 M).
 
-    So an element is W times one of two scales plus one of two shifts, each operation rounded by itself: whoever keeps
-    to that gets the same last bit. `k` has the four coefficients first and broadcasts against the weight after that.
-    Half-precision weights are transformed in float32 and rounded once.
+    Each element is scaled by one of two values and shifted by one of two. Every operation rounds separately, so any
+    implementation that does the same gets the same bits. Half-precision weights are computed in float32 and rounded
+    once. `k` is (4, ...), where the remaining dimensions broadcast against the weight.
     """
     wide = widened(weight)
     k0, k1, k2, k3 = k.to(wide.dtype).unbind()
-    scaled, shift = torch.empty_like(wide), torch.empty_like(wide)  # in the weight's own memory format
-    torch.where(mask, k3 + k0, k3 * 0 + k0, out=scaled)
+    scale, shift = torch.empty_like(wide), torch.empty_like(wide)  # in the weight's memory format
+    torch.where(mask, k3 + k0, k3 * 0 + k0, out=scale)  # k3 * 0 is NaN for an infinite k3, as in the equation
     torch.where(mask, k2 + k1, k2 * 0 + k1, out=shift)
-    return scaled.mul_(wide).add_(shift).to(weight.dtype)
+    return scale.mul_(wide).add_(shift).to(weight.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What W~ of one weight is computed from."""
+    """The inputs of W~ for one weight."""
 
     weight: Tensor
     mask: Tensor
-    """R, laid out as the weight; or bits, packed in the weight's row-major order."""
+    """R, strided like the weight; or packed bits in the weight's row-major order."""
     k: Tensor
-    """k0..k3 first; then it broadcasts against the weight."""
+    """(4, ...): k0..k3, each broadcasting against the weight."""
     threshold: float = 0.0
     surrogate: Surrogate = "identity"
     k2_scaled_by_r: bool = False
     hardness: float = 1.0
-    """Below 1, while it learns, W~ is mixed from this share of itself and the rest of W + R (`Masked.hardness`)."""
+    """See `ScoredTransform.hardness`."""
     channels_last: bool = False
-    """Give W~ of a convolution with the channels last, whatever W has."""
+    """Return W~ from R in channels-last format, whatever the format of W."""
     out: Tensor | None = None
-    """Where W~ may be written, if it is computed from bits: as large as the weight, and laid out like it."""
+    """A buffer for W~ from packed bits. It is used if it matches the weight's shape, strides, dtype and device."""
 
     @property
     def is_packed(self) -> bool:
         return self.mask.dtype == torch.uint8
 
 
-def compute(given: Sequence[Operands]) -> list[Tensor]:
-    """W~ of some weights, out of gradients' reach: by compiled loops, in one call, where these take them."""
-    fast = [i for i, one in enumerate(given) if _suits_loops(one)]
-    loops = kernels.loops() if any(given[i].weight.numel() >= SMALL for i in fast) else None
-    found = dict(zip(fast, loops.affine([given[i] for i in fast]), strict=True)) if loops is not None else {}
-    return [found[i] if i in found else plain(one) for i, one in enumerate(given)]
+def compute(batch: Sequence[Operands]) -> list[Tensor]:
+    """Return W~ of each weight, differentiable in R and k where the mask is given as R."""
+    suited = [i for i, one in enumerate(batch) if _suits_loops(one)]
+    loops = kernels.loops() if any(batch[i].weight.numel() >= MIN_COMPILED for i in suited) else None
+    compiled = {} if loops is None else dict(zip(suited, loops.affine([batch[i] for i in suited]), strict=True))
+    results = [compiled[i] if i in compiled else compute_in_torch(one) for i, one in enumerate(batch)]
+    return [
+        result if one.is_packed else StraightThrough.apply(one.mask, one.k, one, [result])
+        for one, result in zip(batch, results, strict=True)
+    ]
 
 
 @torch.no_grad()
-def plain(one: Operands) -> Tensor:
-    """W~ in PyTorch alone."""
+def compute_in_torch(one: Operands) -> Tensor:
+    """Return W~ of one weight without compiled loops or gradients."""
     if one.is_packed:
         return affine(one.weight, strided_like(one.weight, unpack(one.mask, one.weight.shape)), one.k)
-    found = affine(one.weight, threshold(one.mask, one.threshold), one.k)
+    result = affine(one.weight, threshold(one.mask, one.threshold), one.k)
     if not one.channels_last:
-        return found
-    return strided_like(torch.empty_like(found, memory_format=torch.channels_last), found)  # to the last stride
+        return result
+    return strided_like(torch.empty_like(result, memory_format=torch.channels_last), result)  # every stride matches
 
 
-def learned(given: Sequence[Operands]) -> list[Tensor]:
-    """W~ of some weights from R, with gradients to R and k."""
-    found = compute(given)
-    return [LearnedAffine.apply(one.mask, one.k, one, [w]) for one, w in zip(given, found, strict=True)]
+class StraightThrough(torch.autograd.Function):
+    """Return a W~ that is already computed, and in backward pass its gradient to k and, by the surrogate, to R.
 
-
-class LearnedAffine(torch.autograd.Function):
-    """W~ as given, with the surrogate gradient to R. Saves R, W and k: no copy, no mask."""
+    It saves references to R, W and k: no copy, no mask.
+    """
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, k: Tensor, one: Operands, found: list[Tensor]) -> Tensor:
+    def forward(ctx: Any, scores: Tensor, k: Tensor, one: Operands, result: list[Tensor]) -> Tensor:
         ctx.save_for_backward(scores, k, one.weight)
         ctx.one = one
+        (w,) = result  # in a list, or autograd would take it for an input
         if (soft := 1 - one.hardness) > 0:
-            found[0].mul_(one.hardness).add_(one.weight, alpha=soft).add_(scores - one.threshold, alpha=soft)
-        return found[0]
+            w.mul_(one.hardness).add_(one.weight, alpha=soft).add_(scores - one.threshold, alpha=soft)
+        return w
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         scores, k, weight = ctx.saved_tensors
         one: Operands = ctx.one
-        fast = weight.numel() >= SMALL and grad.dtype == torch.float32 and _suits_loops(one)
-        if fast and (loops := kernels.loops()) is not None:
+        suited = weight.numel() >= MIN_COMPILED and grad.dtype == torch.float32 and _suits_loops(one)
+        if suited and (loops := kernels.loops()) is not None:
             to_mask, to_k = loops.gradients(grad if _is_transposed(weight, grad) else strided_like(weight, grad), one)
         else:
             to_mask, to_k = _gradients(widened(grad), one)
-        to_scores = through_surrogate(to_mask, scores, one.threshold, one.surrogate).to(scores.dtype)
-        if one.k2_scaled_by_r:  # as if R itself were added: else Adam's moments would lag behind a k2 that grows
+        to_scores = surrogate_grad(to_mask, scores, one.threshold, one.surrogate).to(scores.dtype)
+        if one.k2_scaled_by_r:  # as if R itself were added to W; else Adam's moments lag behind a growing k2
             to_scores.div_(k[2])
         if (soft := 1 - one.hardness) > 0:
             to_scores.mul_(one.hardness).add_(grad, alpha=soft)
@@ -109,16 +111,16 @@ class LearnedAffine(torch.autograd.Function):
 
 
 def _gradients(grad: Tensor, one: Operands) -> tuple[Tensor, Tensor]:
-    """dE/dM = dE/dW~ ∘ (k2 + k3 W); and dE/dk, the sums of dE/dW~ against 1, W, M and W∘M."""
+    """Return dE/dM = dE/dW~ ∘ (k2 + k3 W), and dE/dk: the sums of dE/dW~ times W, 1, M and W∘M."""
     weight, k = widened(one.weight), one.k.detach().to(grad.dtype)
     to_mask = (weight * k[3]).add_(k[2]).mul_(grad)
-    under = threshold(one.mask, one.threshold) * grad
-    terms = grad * weight, grad, under, under * weight
+    masked = threshold(one.mask, one.threshold) * grad
+    terms = grad * weight, grad, masked, masked * weight
     return to_mask, torch.stack([term.sum_to_size(k.shape[1:]) for term in terms]).to(one.k.dtype)
 
 
 def _suits_loops(one: Operands) -> bool:
-    """Float32 on a CPU, without gaps; elements in the order of their bits; and each k for one or for all filters."""
+    """Whether the compiled loops take it: dense float32 on the CPU, with one k per layer or per filter."""
     weight, mask = one.weight, one.mask
     if weight.device.type != "cpu" or mask.device.type != "cpu" or weight.dtype != torch.float32:
         return False
@@ -128,17 +130,12 @@ def _suits_loops(one: Operands) -> bool:
         return False
     if one.is_packed:
         return weight.is_contiguous() and mask.is_contiguous()
-    return mask.dtype == weight.dtype and mask.stride() == weight.stride() and _is_dense(weight)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """The elements fill a stretch of memory without gaps, filter by filter."""
-    if tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last):
-        return True
-    return tensor.is_contiguous(memory_format=torch.channels_last_3d)
+    formats = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
+    dense = any(weight.is_contiguous(memory_format=layout) for layout in formats)
+    return mask.dtype == weight.dtype and mask.stride() == weight.stride() and dense
 
 
 def _is_transposed(weight: Tensor, grad: Tensor) -> bool:
-    """The gradient has the channels last, and the weight has not."""
+    """Whether the gradient is in channels-last format and the weight is not."""
     channels_last = weight.dim() == 4 and grad.is_contiguous(memory_format=torch.channels_last)
     return channels_last and weight.stride() != grad.stride() and weight.is_contiguous()

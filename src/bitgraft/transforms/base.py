@@ -1,29 +1,31 @@
-"""What a weight transform is: a small module that holds the parameters of an equation W -> W~."""
+"""The interface of a weight transform W -> W~, and what a transform knows about the weight."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from bitgraft.errors import CorruptError
+from bitgraft.errors import CorruptError, TaskError
+
+PART_DTYPES = {"mask": torch.uint8, "levels": torch.int8}  # all other parts are float32
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of the backbone, as a transform needs to know it."""
+    """One weight of the backbone: its layout, and the norm layer that it feeds."""
 
     name: str
     shape: torch.Size
     kind: Literal["conv", "transposed", "linear"]
     groups: int = 1
     feeds: str | None = None
-    """The norm layer that takes this layer's output and nothing else, if there is one."""
+    """The norm layer that alone consumes this layer's output, if any."""
     scale_free: bool = False
-    """That norm undoes any scale of this weight, so k0 stays 1 (the paper, section 3.1)."""
+    """That norm cancels any scale of this weight, so k0 is fixed to 1 (section 3.1 of the paper)."""
     channels_scale_free: bool = False
-    """That norm undoes a scale of each output channel by itself, so k0 stays 1 also with one k per channel."""
+    """That norm cancels a separate scale per output channel, so k0 is fixed to 1 with one k per channel as well."""
 
     @property
     def kernel(self) -> tuple[int, ...]:
@@ -35,20 +37,20 @@ class Weight:
 
     @property
     def grouped_shape(self) -> tuple[int, ...]:
-        """The weight's shape with the groups of a transposed convolution split off, so that channels broadcast."""
+        """The shape with the groups of a transposed convolution as a dimension of their own."""
         if self.kind == "transposed":
             return (self.groups, self.shape[0] // self.groups, *self.shape[1:])
         return tuple(self.shape)
 
     @property
     def channel_shape(self) -> tuple[int, ...]:
-        """How a vector with one entry per output channel broadcasts against `grouped_shape`."""
+        """The shape in which one value per output channel broadcasts against `grouped_shape`."""
         if self.kind == "transposed":
             return (self.groups, 1, self.shape[1], *(1 for _ in self.kernel))
         return (self.shape[0], *(1 for _ in self.shape[1:]))
 
     def filters(self, tensor: Tensor) -> Tensor:
-        """The weight as a matrix with one filter (one output channel) per row."""
+        """Return the weight as a matrix with one filter (one output channel) per row."""
         if self.kind == "transposed":
             tensor = tensor.reshape(self.grouped_shape).transpose(1, 2)  # (g, out/g, in/g, *kernel)
         return tensor.reshape(self.outputs, -1)
@@ -62,10 +64,10 @@ class Weight:
 
 
 class Transform(nn.Module):
-    """W -> W~, with a few parameters of its own. Subclasses say what they cost and what goes into a file."""
+    """W -> W~: holds the parameters of one equation."""
 
     tail: nn.Module | None
-    """A module to run on the layer's output, which it gives back in the same dtype (series adapters alone have one)."""
+    """A module applied to the layer's output, which keeps its dtype. Only series adapters have one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,50 +77,93 @@ class Transform(nn.Module):
         raise NotImplementedError
 
     def role(self, parameter: str) -> str:
-        """What a parameter of this name is to an optimiser: "scores", "k", "k1" (k1) or "weights"."""
+        """Return the optimizer group of a parameter: "scores", "k", "k1" or "weights"."""
         return "weights"
 
     def bits(self, *, statistics: bool = False) -> int:
-        """What the transform costs at rest, running statistics of norms that it brings along left out or counted."""
-        held = [*self.parameters(), *(b for b in self.buffers() if statistics and b.is_floating_point())]
-        return 32 * sum(tensor.numel() for tensor in held)
+        """Return the storage cost in bits, optionally with the running statistics of the transform's own norms."""
+        stored = [*self.parameters(), *(b for b in self.buffers() if statistics and b.is_floating_point())]
+        return 32 * sum(tensor.numel() for tensor in stored)
 
     def freeze(self) -> None:
-        """End of learning: drop what only learning needs. W~ stays the same to the last bit."""
+        """End training and drop whatever only training needs. W~ does not change by a single bit."""
         self.requires_grad_(False)
 
     def parts(self) -> dict[str, Tensor]:
-        """The named tensors that a file holds for this transform."""
+        """Return the named tensors that a task file stores for this transform."""
         return dict(self.state_dict())
 
     def restore(self, parts: Mapping[str, Tensor]) -> None:
-        """Become what `parts` came from, frozen."""
-        expect({name: tuple(t.shape) for name, t in self.state_dict().items()}, parts)
+        """Load `parts` and freeze."""
+        check_parts({name: tuple(t.shape) for name, t in self.state_dict().items()}, parts)
         self.load_state_dict(dict(parts), assign=True)
         self.freeze()
 
 
+class ScoredTransform(Transform):
+    """A transform that trains real-valued scores R and, once frozen, stores them in a few bits per weight.
+
+    `scores` is None in a frozen transform, and in a new one that waits for `restore`.
+    """
+
+    weight: Weight
+    scores: nn.Parameter | None
+    hardness = 1.0
+    """Annealing, in training mode only: W~ is `hardness` times the quantized W~ plus 1 - `hardness` times W + R."""
+
+    def role(self, parameter: str) -> str:
+        return parameter
+
+    def freeze(self) -> None:
+        if self.scores is not None:
+            self._hold(self.parts())
+
+    def restore(self, parts: Mapping[str, Tensor]) -> None:
+        check_parts(self._part_shapes(), parts)
+        self._hold(parts)
+
+    def _empty_parts(self) -> dict[str, Tensor]:
+        """Return `parts` without values, for a transform that waits for `restore`."""
+        shapes = self._part_shapes().items()
+        return {n: torch.empty(s, dtype=PART_DTYPES.get(n, torch.float32), device="meta") for n, s in shapes}
+
+    def _hold(self, parts: Mapping[str, Tensor]) -> None:
+        """Become frozen with these parts."""
+        raise NotImplementedError
+
+    def _part_shapes(self) -> dict[str, tuple[int, ...]]:
+        raise NotImplementedError
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        if state_dict and (self.scores is None) == (f"{prefix}scores" in state_dict):
+            here, there, remedy = "frozen", "still training", "add the task again"
+            if self.scores is not None:
+                here, there, remedy = there, here, "freeze the task first"
+            raise TaskError(f"{self.weight.name!r} is {here}, but in this state dict it is {there}: {remedy}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
 @runtime_checkable
 class Prunable(Protocol):
-    """A transform that can give up some of what it owns."""
+    """A transform that can give up part of the weights it owns."""
 
     def prune(self, share: float) -> None: ...
 
 
-def expect(shapes: Mapping[str, tuple[int, ...]], parts: Mapping[str, Tensor]) -> None:
-    """Refuse parts whose names or shapes are not those expected."""
-    if {name: t.shape for name, t in parts.items()} != shapes:
-        found = {name: tuple(t.shape) for name, t in parts.items()}
-        raise CorruptError(f"a transform's parts should be {dict(shapes)}, the file has {found}; it is not usable")
+def check_parts(shapes: Mapping[str, tuple[int, ...]], parts: Mapping[str, Tensor]) -> None:
+    """Raise if the parts do not have exactly these names and shapes."""
+    found = {name: tuple(t.shape) for name, t in parts.items()}
+    if found != shapes:
+        raise CorruptError(f"a transform's parts should be {dict(shapes)}, but the file has {found}; it is not usable")
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """In float32 at least: what is added to a half-precision weight is rounded once, at the end."""
+    """Return the tensor in float32 or wider, so that a half-precision W~ is rounded only once, at the end."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def strided_like(weight: Tensor, tensor: Tensor) -> Tensor:
-    """The tensor in the weight's memory format, since convolutions are faster in the one that the user chose."""
+    """Return the tensor in the weight's memory format, which the user may have chosen for faster convolutions."""
     if tensor.stride() == weight.stride():
         return tensor
     return torch.empty_like(weight, dtype=tensor.dtype).copy_(tensor)

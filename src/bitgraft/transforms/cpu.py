@@ -1,11 +1,11 @@
 """The compiled loops for float32 on a CPU: bits to W~, R to W~, and gradients, each in one pass over memory.
 
-Whoever needs them asks `kernels.loops()`, since to import this is to compile them. Arrays are (filters, elements) in
-the order of memory, and a piece of work is a range of filters. Products and sums are not contracted (no FMA): each
-operation rounds as PyTorch's own does, so W~ and the gradient to R are the same to the last bit either way.
+Import this module only through `kernels.loops()`: importing it compiles the loops. Arrays are (filters, elements) in
+memory order, and threads split the filters. There is no FMA contraction: every operation rounds as in PyTorch, so W~
+and the gradient to R equal PyTorch's to the last bit.
 
-W~ that learns, and its gradient, may have the channels last where W and R do not. A filter is then transposed on the
-way, in the processor's cache: from (channels, places) to (places, channels).
+In training, W~ and its gradient may be channels-last while W and R are not. Each filter is then transposed on the fly,
+in the processor's cache, between (channels, area) and (area, channels), where area is the number of kernel elements.
 """
 
 import math
@@ -21,83 +21,84 @@ from torch import Tensor
 from bitgraft.transforms.affine import Operands
 from bitgraft.transforms.kernels import compiled, run, shares
 
-PIECE = 1 << 17  # elements at most that a thread takes at a time: memory is read faster in long stretches
-SHARES = 8  # pieces of a weight at least, unless they would be short, so that threads have a share each
-BLOCK = 1024  # elements that are summed in float32 before float64 takes over
-PLACES = np.array([1 << place for place in range(32)], np.uint32)  # numba would shift in 64 bits: half as fast
+PIECE = 1 << 17  # most elements per piece of work: long runs of memory are read faster
+MIN_PIECES = 8  # per weight, unless they would be short, so that every thread has work
+BLOCK = 1024  # elements summed in float32 before they are added up in float64
+BIT = np.array([1 << place for place in range(32)], np.uint32)  # a table, as numba would shift in slower 64 bits
 
 
-def affine(given: Sequence[Operands]) -> list[Tensor]:
-    """W~ of some weights, in one call: what waking threads costs is paid once."""
+def affine(batch: Sequence[Operands]) -> list[Tensor]:
+    """Return W~ of several weights in one call, so that threads are woken only once."""
     outs: list[Tensor] = []
     pieces: list[tuple[Any, ...]] = []
-    for one in given:
+    for one in batch:
         layout = torch.channels_last if one.channels_last else torch.preserve_format
         out = one.out
-        if out is None or not _is_alike(out, one.weight):
+        if out is None or _layout(out) != _layout(one.weight):
             out = torch.empty_like(one.weight, memory_format=layout, requires_grad=False)
-        k, places = _k(one.k), _places(one.weight, out)
-        weight, to = _rows([one.weight, out], k, places)
+        k, area = _k(one.k), _transposed_area(one.weight, out)
+        weight, to = _rows([one.weight, out], k, area)
         if one.is_packed:
-            ours: tuple[Any, ...] = (from_bits, one.mask.numpy(), weight, k, to)
+            call: tuple[Any, ...] = (from_bits, one.mask.numpy(), weight, k, to)
         else:
-            scores = _rows([one.mask], k, places)[0]
-            ours = from_scores, scores, weight, k, np.float32(one.threshold), to, places
-        piece = min(PIECE, max(PIECE // 16, weight.size // SHARES))
-        pieces += [(*ours, *some) for some in _ranges(weight, piece)]
+            scores = _rows([one.mask], k, area)[0]
+            call = from_scores, scores, weight, k, np.float32(one.threshold), to, area
+        size = min(PIECE, max(PIECE // 16, weight.size // MIN_PIECES))
+        pieces += [(*call, *rows) for rows in _ranges(weight, size)]
         outs.append(out)
     run(pieces)
     return outs
 
 
 def gradients(grad: Tensor, one: Operands) -> tuple[Tensor, Tensor]:
-    """dE/dM = dE/dW~ ∘ (k2 + k3 W), laid out as R, and dE/dk. The gradient is laid out as W, or has channels last."""
-    out, k, places = torch.empty_like(one.mask, requires_grad=False), _k(one.k), _places(one.weight, grad)
-    g, weight, scores, to = _rows([grad, one.weight, one.mask, out], k, places)
+    """Return dE/dM = dE/dW~ ∘ (k2 + k3 W), strided like R, and dE/dk. `grad` is strided like W or channels-last."""
+    out, k, area = torch.empty_like(one.mask, requires_grad=False), _k(one.k), _transposed_area(one.weight, grad)
+    g, weight, scores, to = _rows([grad, one.weight, one.mask, out], k, area)
     sums = torch.zeros(len(weight), 4, dtype=torch.float64)
-    ours = g, weight, scores, k, np.float32(one.threshold), to, sums.numpy(), places
-    run((to_mask_and_k, *ours, *some) for some in _ranges(weight, -(-weight.size // shares())))
-    whole = sums if k.shape[1] > 1 else sums.sum(0, keepdim=True)
-    return out, whole.t().reshape(one.k.shape).to(one.k.dtype)
+    call = to_mask_and_k, g, weight, scores, k, np.float32(one.threshold), to, sums.numpy(), area
+    run((*call, *rows) for rows in _ranges(weight, -(-weight.size // shares())))
+    totals = sums if k.shape[1] > 1 else sums.sum(0, keepdim=True)
+    return out, totals.t().reshape(one.k.shape).to(one.k.dtype)
 
 
-def _is_alike(out: Tensor, weight: Tensor) -> bool:
-    same = out.shape == weight.shape and out.stride() == weight.stride()
-    return same and (out.dtype, out.device) == (weight.dtype, weight.device)
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def _rows(tensors: Sequence[Tensor], k: NDArray[Any], places: int) -> list[NDArray[Any]]:
-    """The elements of each filter in the order in which they lie in memory; of several, where they share one k and are
-    not transposed, since long rows are faster."""
+def _rows(tensors: Sequence[Tensor], k: NDArray[Any], area: int) -> list[NDArray[Any]]:
+    """Return each tensor as (filters, elements) in memory order.
+
+    Filters that share one k and are not transposed are merged, since longer rows are faster.
+    """
     filters, length = len(tensors[0]), tensors[0][0].numel()
-    merged = math.gcd(filters, PIECE // 16 // length) if k.shape[1] == places == 1 and length else 1
+    merged = math.gcd(filters, PIECE // 16 // length) if k.shape[1] == area == 1 and length else 1
     flat = [tensor.detach() if tensor.is_contiguous() else tensor.detach().movedim(1, -1) for tensor in tensors]
     return [tensor.numpy().reshape(filters // max(1, merged), -1) for tensor in flat]
 
 
 def _k(k: Tensor) -> NDArray[Any]:
-    """(4, 1) or (4, filters), in memory of its own: a file's may not be aligned."""
+    """Return k as (4, 1) or (4, filters), copied because a file's tensor may not be aligned."""
     return np.array(k.detach().float().numpy(), order="C").reshape(4, -1)
 
 
-def _places(weight: Tensor, other: Tensor) -> int:
-    """Elements of each channel of a filter where the other is transposed, else 1."""
+def _transposed_area(weight: Tensor, other: Tensor) -> int:
+    """Return the kernel's number of elements if the other tensor is transposed, else 1."""
     return weight[0, 0].numel() if other.stride() != weight.stride() else 1
 
 
-def _ranges(weight: NDArray[Any], piece: int) -> Iterator[tuple[int, int]]:
-    """The rows of each piece of about so many elements: from the first up to the last."""
+def _ranges(weight: NDArray[Any], size: int) -> Iterator[tuple[int, int]]:
+    """Split the rows into ranges (first, last) of about `size` elements, `last` excluded."""
     rows, length = weight.shape
-    step = max(1, piece // max(1, length))
+    step = max(1, size // max(1, length))
     return ((first, min(first + step, rows)) for first in range(0, rows, step))
 
 
 @njit
-def _maps(k, row):  # type: ignore[no-untyped-def]
-    """Scales for bits of 0 and of 1, then shifts, as `affine.affine` computes them, infinities included."""
-    row, none = row if k.shape[1] > 1 else 0, np.float32(0)
+def _scales_and_shifts(k, row):  # type: ignore[no-untyped-def]
+    """Return the scales for bits 0 and 1, then the shifts, exactly as `affine.affine` computes them."""
+    row, zero = row if k.shape[1] > 1 else 0, np.float32(0)
     k0, k1, k2, k3 = k[0, row], k[1, row], k[2, row], k[3, row]
-    return k3 * none + k0, k3 + k0, k2 * none + k1, k2 + k1
+    return k3 * zero + k0, k3 + k0, k2 * zero + k1, k2 + k1
 
 
 @njit
@@ -115,7 +116,7 @@ def _word_by_word(bits, weight, out, scale0, scale1, shift0, shift1):  # type: i
         high = np.uint32(bits[at + 2]) << np.uint32(16) | np.uint32(bits[at + 3]) << np.uint32(24)
         both = np.uint32(low | high)
         for j in range(32):
-            on = np.uint32(both & PLACES[j]) != np.uint32(0)
+            on = np.uint32(both & BIT[j]) != np.uint32(0)
             out[32 * word + j] = weight[32 * word + j] * (scale1 if on else scale0) + (shift1 if on else shift0)
 
 
@@ -123,8 +124,8 @@ def _word_by_word(bits, weight, out, scale0, scale1, shift0, shift1):  # type: i
 def from_bits(bits, weight, k, out, first, last):  # type: ignore[no-untyped-def]
     length = weight.shape[1]
     for row in range(first, last):
-        maps, at = _maps(k, row), row * length
-        head = min(-at & 7, length)  # elements up to the next whole byte
+        maps, at = _scales_and_shifts(k, row), row * length
+        head = min(-at & 7, length)  # elements before the next whole byte
         body = head + ((length - head) & ~31)
         w, o = weight[row], out[row]
         _bit_by_bit(bits, at, w[:head], o[:head], *maps)
@@ -134,24 +135,24 @@ def from_bits(bits, weight, k, out, first, last):  # type: ignore[no-untyped-def
 
 @njit
 def _transpose(given, out, inner, outer):  # type: ignore[no-untyped-def]
-    """(inner, outer) to (outer, inner)."""
+    """Transpose (inner, outer) to (outer, inner)."""
     for i in range(outer):
         for j in range(inner):
             out[i * inner + j] = given[j * outer + i]
 
 
 @compiled("void(f4[:, ::1], f4[:, ::1], f4[:, ::1], f4, f4[:, ::1], i8, i8, i8)")
-def from_scores(scores, weight, k, threshold, out, places, first, last):  # type: ignore[no-untyped-def]
+def from_scores(scores, weight, k, threshold, out, area, first, last):  # type: ignore[no-untyped-def]
     length = weight.shape[1]
-    kept = np.empty(length, np.float32)
+    buffer = np.empty(length, np.float32)
     for row in range(first, last):
-        scale0, scale1, shift0, shift1 = _maps(k, row)
-        w, r, to = weight[row], scores[row], kept if places > 1 else out[row]
+        scale0, scale1, shift0, shift1 = _scales_and_shifts(k, row)
+        w, r, to = weight[row], scores[row], buffer if area > 1 else out[row]
         for i in range(length):
             on = r[i] >= threshold
             to[i] = w[i] * (scale1 if on else scale0) + (shift1 if on else shift0)
-        if places > 1:
-            _transpose(kept, out[row], length // places, places)
+        if area > 1:
+            _transpose(buffer, out[row], length // area, area)
 
 
 @njit(fastmath={"reassoc", "nsz"})
@@ -159,7 +160,7 @@ def _sums(grad, weight, scores, threshold):  # type: ignore[no-untyped-def]
     s0 = s1 = s2 = s3 = np.float32(0)
     for i in range(grad.size):
         product = grad[i] * weight[i]
-        on = np.float32(scores[i] >= threshold)  # a branch here would keep the loop from being vectorised
+        on = np.float32(scores[i] >= threshold)  # not a branch, which would prevent vectorisation
         s0 += product
         s1 += grad[i]
         s2 += grad[i] * on
@@ -174,15 +175,15 @@ def _slopes(grad, weight, out, k2, k3):  # type: ignore[no-untyped-def]
 
 
 @compiled("void(f4[:, ::1], f4[:, ::1], f4[:, ::1], f4[:, ::1], f4, f4[:, ::1], f8[:, ::1], i8, i8, i8)")
-def to_mask_and_k(grad, weight, scores, k, threshold, out, sums, places, first, last):  # type: ignore[no-untyped-def]
+def to_mask_and_k(grad, weight, scores, k, threshold, out, sums, area, first, last):  # type: ignore[no-untyped-def]
     length = weight.shape[1]
-    kept = np.empty(length, np.float32)
+    buffer = np.empty(length, np.float32)
     for row in range(first, last):
         k2, k3 = k[2, row if k.shape[1] > 1 else 0], k[3, row if k.shape[1] > 1 else 0]
         g, w, r, to = grad[row], weight[row], scores[row], out[row]
-        if places > 1:
-            _transpose(g, kept, places, length // places)
-            g = kept
+        if area > 1:
+            _transpose(g, buffer, area, length // area)
+            g = buffer
         for begin in range(0, length, BLOCK):
             end = min(begin + BLOCK, length)
             s0, s1, s2, s3 = _sums(g[begin:end], w[begin:end], r[begin:end], threshold)
@@ -195,7 +196,7 @@ def to_mask_and_k(grad, weight, scores, k, threshold, out, sums, places, first, 
 
 @compiled("i8(u8[::1], u8[::1], u1[:, ::1], u8[:, ::1], u8[:, ::1], i8[::1], u1[::1])")
 def unroll(states, words, symbol_of, width, base, ends, out):  # type: ignore[no-untyped-def]
-    """As `bitgraft.format.entropy_coding` does it, a lane at a time."""
+    """Decode one lane at a time (`bitgraft.format.entropy_coding`). Return the words read, or -1 if too few."""
     lanes, read, start, table = len(states), 0, 0, 0
     while start < len(out):
         for lane in range(min(lanes, len(out) - start)):

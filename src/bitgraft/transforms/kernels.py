@@ -1,7 +1,7 @@
-"""The door to compiled loops: whether there are any, and the threads they run in.
+"""Access to the compiled loops, and the threads that run them.
 
-Loops are compiled by numba, which is optional. Everything they compute has a twin in plain PyTorch. The environment
-variable BITGRAFT_KERNELS=off leaves it to that, and leaves convolutions that learn on a CPU to PyTorch as well.
+Loops are compiled by numba, which is optional: everything they compute is also implemented in PyTorch. Setting the
+environment variable BITGRAFT_KERNELS=off disables them, along with the faster CPU convolutions in training.
 """
 
 import functools
@@ -26,17 +26,17 @@ def switched_on() -> bool:
 
 @functools.cache
 def loops(module: str = LOOPS) -> Any:
-    """A module of compiled loops, or None where they cannot be had. The first import takes half a second."""
+    """Return a module of compiled loops, or None if they are not available. The first import takes half a second."""
     if not switched_on() or sys.byteorder != "little" or importlib.util.find_spec("numba") is None:
         return None
     if module != LOOPS and loops() is None:
         return None
     try:
         return importlib.import_module(module)
-    except Exception as error:  # whatever a broken installation leads to
+    except Exception as error:  # a broken installation can raise anything
         warnings.warn(
-            f"numba is installed but does not work ({type(error).__name__}: {error}). Plain PyTorch runs instead, more "
-            "slowly: reinstall numba, or set BITGRAFT_KERNELS=off",
+            f"numba is installed but does not work ({type(error).__name__}: {error}). Plain PyTorch runs instead, "
+            "which is slower: reinstall numba, or set BITGRAFT_KERNELS=off",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -44,41 +44,43 @@ def loops(module: str = LOOPS) -> Any:
 
 
 def compiled(signature: str, **flags: Any) -> Callable[[Any], Any]:
-    """numba's `njit` without the interpreter's lock, compiled at once and kept on disk where there is room."""
+    """numba's `njit`, compiled eagerly and without the GIL, and cached on disk if possible."""
     from numba import njit
 
     def decorate(function: Any) -> Any:
         try:
             return njit(signature, nogil=True, cache=True, **flags)(function)
-        except RuntimeError:  # there is no folder to write to
+        except RuntimeError:  # no writable folder for the cache
             return njit(signature, nogil=True, **flags)(function)
 
     return decorate
 
 
 def shares() -> int:
-    """Pieces of work that takes less than a millisecond or so: PyTorch's own threads spin for as long after theirs, and
-    would keep as many of ours waiting."""
+    """Return how many pieces to split work of less than about a millisecond into.
+
+    PyTorch's own threads spin for that long after their work, and would keep as many of ours waiting.
+    """
     return max(1, torch.get_num_threads() // 2)
 
 
 def run(pieces: Iterable[tuple[Any, ...]]) -> None:
     """Call each piece, (function, *arguments), in as many threads as PyTorch uses."""
-    left = deque(pieces)
+    queue = deque(pieces)
 
     def work() -> None:
-        while left:
+        while queue:
             try:
-                function, *arguments = left.popleft()
+                function, *arguments = queue.popleft()
             except IndexError:  # another thread took the last one
                 return
             function(*arguments)
 
-    others = [_threads().submit(work) for _ in range(min(torch.get_num_threads(), len(left)) - 1)]
+    helpers = [_threads().submit(work) for _ in range(min(torch.get_num_threads(), len(queue)) - 1)]
     work()
-    for other in others:
-        if not other.cancel():
-            other.result()
+    for helper in helpers:
+        if not helper.cancel():
+            helper.result()
 
 
 @functools.cache
@@ -87,4 +89,4 @@ def _threads() -> ThreadPoolExecutor:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_threads.cache_clear)  # a forked process has none of its parent's threads
+    os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not survive a fork

@@ -1,4 +1,4 @@
-"""A low-rank update of a weight, as in LoRA (Hu et al.)."""
+"""LoRA (Hu et al.): a low-rank update of a weight."""
 
 import torch
 from torch import Tensor, nn

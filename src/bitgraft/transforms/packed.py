@@ -1,4 +1,4 @@
-"""What a PackNet task (Mallya and Lazebnik) makes of a weight: what earlier tasks froze, plus what it owns."""
+"""PackNet (Mallya and Lazebnik): tasks share one set of weights, and each owns the part that it trained."""
 
 from collections.abc import Mapping
 
@@ -6,14 +6,15 @@ import torch
 from torch import Tensor, nn
 
 from bitgraft.errors import CorruptError, TaskError
-from bitgraft.transforms.base import Transform, Weight, expect, strided_like
+from bitgraft.transforms.base import Transform, Weight, check_parts, strided_like
 from bitgraft.transforms.bits import pack, packed_size, unpack
 
 
 class Packed(Transform):
-    """W~ = what earlier tasks froze, plus what this task owns; the rest is zero and free for later tasks.
+    """W~ = what earlier tasks froze + what this task owns; the rest is zero and free for later tasks.
 
-    `frozen` is the earlier task's W~. The first task has none: it finds the backbone's weights where they are not free.
+    `frozen` is the W~ of the previous task. The first task has none, and uses the backbone's weights where `free` is
+    not set.
     """
 
     values: Tensor
@@ -28,54 +29,54 @@ class Packed(Transform):
         self.register_buffer("free", free, persistent=False)
         self.register_buffer("own", free.clone())
         self.values = nn.Parameter(start)
-        self.chose_free = frozen is None and not bool(free.all())
+        self.stores_free = frozen is None and not bool(free.all())
 
     def forward(self, weight: Tensor) -> Tensor:
-        found = self.frozen if self.frozen is not None else weight * ~self.free
-        return (found + self.values * self.own).to(weight.dtype)  # what was found is zero where the task owns
+        earlier = self.frozen if self.frozen is not None else weight * ~self.free  # zero wherever this task owns
+        return (earlier + self.values * self.own).to(weight.dtype)
 
     def left(self) -> Tensor:
-        """The weights that a further task may train."""
+        """Return the mask of weights that the next task may train."""
         return self.free & ~self.own
 
     @torch.no_grad()
     def prune(self, share: float) -> None:
         if not self.values.requires_grad:
-            raise TaskError("a task that has ended learning cannot be pruned: later tasks stand on its weights")
+            raise TaskError("a frozen task cannot be pruned, because later tasks build on its weights")
         owned = int(self.own.sum())
         kept = largest(self.values.abs().where(self.own, -1.0), owned - round(owned * share))
         self.own &= kept
         self.values.mul_(self.own)
 
     def bits(self, *, statistics: bool = False) -> int:
-        masks = 2 if self.chose_free else 1
+        masks = 2 if self.stores_free else 1
         return masks * self.weight.shape.numel() + 32 * int(self.own.sum())
 
     def parts(self) -> dict[str, Tensor]:
-        held = {"mask": pack(self.own), "values": self.values.detach()[self.own]}
-        # Which weights the first task found pruned is stored too: read again off a rounded backbone, it could differ.
-        return {**held, "free": pack(self.free)} if self.chose_free else held
+        parts = {"mask": pack(self.own), "values": self.values.detach()[self.own]}
+        # The first task also stores what it found free: computed again from a rounded backbone, it could differ.
+        return {**parts, "free": pack(self.free)} if self.stores_free else parts
 
     def restore(self, parts: Mapping[str, Tensor]) -> None:
-        size, name = (packed_size(self.weight.shape.numel()),), self.weight.name
-        masks = dict.fromkeys(("mask", "free") if self.chose_free else ("mask",), size)
-        expect(masks, {part: tensor for part, tensor in parts.items() if part != "values"})
-        own = self._placed(parts["mask"])
-        expect({**masks, "values": (int(own.sum()),)}, parts)
-        free = self._placed(parts["free"]) if self.chose_free else self.free
+        size = (packed_size(self.weight.shape.numel()),)
+        masks = dict.fromkeys(("mask", "free") if self.stores_free else ("mask",), size)
+        check_parts(masks, {name: tensor for name, tensor in parts.items() if name != "values"})
+        own = self._unpack(parts["mask"])
+        check_parts({**masks, "values": (int(own.sum()),)}, parts)
+        free = self._unpack(parts["free"]) if self.stores_free else self.free
         if (own & ~free).any():
-            raise CorruptError(f"{name!r} owns weights that an earlier task holds; the file is not usable")
+            raise CorruptError(f"{self.weight.name!r} owns weights of an earlier task; the file is not usable")
         values = torch.zeros_like(self.values)
         values[own] = parts["values"].to(own.device)
         self.own, self.free, self.values = own, free, nn.Parameter(values)
         self.freeze()
 
-    def _placed(self, packed: Tensor) -> Tensor:
+    def _unpack(self, packed: Tensor) -> Tensor:
         return strided_like(self.free, unpack(packed, self.weight.shape).to(self.free.device))
 
 
 def largest(magnitude: Tensor, count: int) -> Tensor:
-    """A mask of the `count` largest entries, the first of equals."""
+    """Return a mask of the `count` largest entries; among equals the first win."""
     order = magnitude.reshape(-1).argsort(descending=True, stable=True)
     mask = torch.zeros(magnitude.numel(), dtype=torch.bool, device=magnitude.device)
     mask[order[:count]] = True

@@ -1,4 +1,4 @@
-"""A layer's filters recombined, as in deep adaptation networks (Rosenfeld and Tsotsos)."""
+"""Deep adaptation networks (Rosenfeld and Tsotsos): linear combinations of a layer's filters."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from bitgraft.transforms.base import Transform, Weight, strided_like, widened
 
 
 class Recombined(Transform):
-    """W~ = P · W, with W's filters as rows and P square, starting as the identity."""
+    """W~ = P · W, with W's filters as rows and a square P that starts as the identity."""
 
     def __init__(self, weight: Weight, device: torch.device) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Residual adapters (Rebuffi et al.): a 1x1 convolution beside or behind a larger one."""
+"""Residual adapters (Rebuffi et al.): a 1x1 convolution in parallel or in series with a larger one."""
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ NORM = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 
 
 class Parallel(Transform):
-    """W~ = W + centre(A): a 1x1 convolution beside a larger one, folded into its middle tap."""
+    """W~ = W + centre(A): a parallel 1x1 convolution A, folded into the centre of the kernel."""
 
     def __init__(self, weight: Weight, device: torch.device) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Parallel(Transform):
 
 
 class SeriesTail(nn.Module):
-    """y + A·BN(y), behind a convolution and before its own norm."""
+    """y + A·BN(y), between a convolution and the norm layer after it."""
 
     def __init__(self, channels: int, dimensions: int, device: torch.device) -> None:
         super().__init__()
@@ -32,12 +32,12 @@ class SeriesTail(nn.Module):
         nn.init.zeros_(self.a.weight)
 
     def forward(self, y: Tensor) -> Tensor:
-        adapted: Tensor = y + self.a(self.norm(y.float()))  # the adapter is in float32, whatever y is in
+        adapted: Tensor = y + self.a(self.norm(y.float()))  # the adapter is always in float32
         return adapted.to(y.dtype)
 
 
 class Series(Transform):
-    """The weight stays; a residual adapter follows the layer."""
+    """W~ = W, with a residual adapter on the layer's output."""
 
     tail: nn.Module
 

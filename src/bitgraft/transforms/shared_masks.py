@@ -1,4 +1,4 @@
-"""Masks of earlier tasks mixed into a new one's weights, for two numbers a layer each."""
+"""Reuse of earlier tasks' masks in a new task, at the cost of two numbers per mask and layer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,17 +8,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bitgraft.transforms.affine import Operands, compute
-from bitgraft.transforms.base import Transform, expect, strided_like, widened
+from bitgraft.transforms.base import Transform, check_parts, strided_like, widened
 from bitgraft.transforms.bits import unpack
 from bitgraft.transforms.masked import Masked
 
-PART = "borrowed"  # what a file calls the k of earlier tasks' masks
+PART = "borrowed"  # the file's name for the k of borrowed masks
 
 
-def mixed(weight: Tensor, masks: Sequence[Tensor], k: Tensor) -> Tensor:
-    """The sum over earlier tasks j of k2j Mj + k3j W∘Mj, in the order given; masks are packed, k is (tasks, 2).
+def borrowed_terms(weight: Tensor, masks: Sequence[Tensor], k: Tensor) -> Tensor:
+    """Return the sum over earlier tasks j of k2j Mj + k3j W∘Mj, for packed masks and k of shape (tasks, 2).
 
-    Each term is equation (2) with k0 = k1 = 0, so it takes the same compiled loops, with the same last bit.
+    Each term is equation (2) with k0 = k1 = 0, so it runs in the same compiled loops, with the same last bit.
     """
     total = torch.zeros_like(weight)
     for packed, row in zip(masks, k, strict=True):
@@ -26,13 +26,13 @@ def mixed(weight: Tensor, masks: Sequence[Tensor], k: Tensor) -> Tensor:
     return total
 
 
-class LearnedMix(torch.autograd.Function):
-    """`mixed` with its gradient to k. Saves W and the packed masks: no copy."""
+class LearnedTerms(torch.autograd.Function):
+    """`borrowed_terms` with its gradient to k. Saves references to W and the packed masks, no copies."""
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, weight: Tensor, *masks: Tensor) -> Tensor:
         ctx.save_for_backward(weight, *masks)
-        return mixed(weight, masks, k)
+        return borrowed_terms(weight, masks, k)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -40,16 +40,16 @@ class LearnedMix(torch.autograd.Function):
         weight, *masks = ctx.saved_tensors
         rows = []
         for packed in masks:
-            under = strided_like(weight, unpack(packed, weight.shape)) * grad
-            rows.append(torch.stack([under.sum(), (under * weight).sum()]))
+            masked = strided_like(weight, unpack(packed, weight.shape)) * grad
+            rows.append(torch.stack([masked.sum(), (masked * weight).sum()]))
         return torch.stack(rows).float(), None, *(None for _ in masks)
 
 
 class Borrowing(Transform):
-    """W~ = k0 W + k1 1 + k2 M + k3 W∘M, and for each earlier task j the term k2j Mj + k3j W∘Mj.
+    """W~ = k0 W + k1 1 + k2 M + k3 W∘M, plus k2j Mj + k3j W∘Mj for each earlier task j.
 
-    The k2j and k3j are one number a layer and begin at 0, so W~ begins as without them. The Mj are those that the
-    earlier tasks hold, which are frozen; they are not copied, and neither learned nor saved here.
+    Each k2j and k3j is one number per layer that starts at 0. The Mj are the frozen masks of the earlier tasks: they
+    are neither copied, trained nor saved here.
     """
 
     borrowed: nn.Parameter
@@ -58,13 +58,13 @@ class Borrowing(Transform):
         super().__init__()
         self.own = own
         self.borrowed = nn.Parameter(torch.zeros(len(earlier), 2, device=device))
-        self._earlier = tuple(earlier)  # in a tuple, where modules do not look: they are other tasks' own
+        self._earlier = tuple(earlier)  # a tuple, so that they are not registered as submodules
 
     def forward(self, weight: Tensor) -> Tensor:
         wide = widened(weight)
         masks = [mask.packed.to(weight.device) for mask in self._earlier if mask.packed is not None]
-        transformed: Tensor = self.own(wide) + LearnedMix.apply(self.borrowed, wide, *masks)
-        return transformed.to(weight.dtype)
+        result: Tensor = self.own(wide) + LearnedTerms.apply(self.borrowed, wide, *masks)
+        return result.to(weight.dtype)
 
     def role(self, parameter: str) -> str:
         return "k" if parameter == PART else self.own.role(parameter.removeprefix("own."))
@@ -80,15 +80,16 @@ class Borrowing(Transform):
         return {**self.own.parts(), PART: self.borrowed.detach()}
 
     def restore(self, parts: Mapping[str, Tensor]) -> None:
-        here = {PART: parts[PART]} if PART in parts else {}
-        expect({PART: (len(self._earlier), 2)}, here)
-        self.own.restore({name: tensor for name, tensor in parts.items() if name != PART})
-        self.borrowed = nn.Parameter(here[PART])
+        own = dict(parts)
+        borrowed = {PART: own.pop(PART)} if PART in own else {}
+        check_parts({PART: (len(self._earlier), 2)}, borrowed)
+        self.own.restore(own)
+        self.borrowed = nn.Parameter(borrowed[PART])
         self.freeze()
 
 
 def own_mask(transform: nn.Module | None) -> Masked | None:
-    """The mask that a transform has learned itself, if there is one."""
+    """Return the mask that a transform learned itself, if any."""
     if isinstance(transform, Borrowing):
         return transform.own
     return transform if isinstance(transform, Masked) else None
