@@ -16,7 +16,9 @@ import torch
 from images import NET, SOURCE, bitgraft, photos
 from PIL import Image
 
+from benchmarks import curve
 from bitgraft.errors import SuiteError
+from bitgraft.format.inspect import inspect_file
 from bitgraft.methods import registry
 from bitgraft.network import Network
 from bitgraft.paper.bench import reading, record, runner, submission, worker
@@ -256,14 +258,22 @@ def test_a_run_leaves_a_record_and_is_not_made_again(place):
     assert found["seconds"] > 0
     assert found["processor_seconds"] > 0
     assert found["joint"] is False
-    file = place.runs / "full" / "seed-0" / "photos.safetensors"
+    file, store = place.runs / "full" / "seed-0" / "photos.safetensors", Store(place.runs / "full" / "seed-0")
+    assert found["bits_per_weight"] == inspect_file(file).bits_per(store.size.weights) > 1
+    (read,) = read_records(place.runs)
+    assert read.bits_per_weight == found["bits_per_weight"]
+    (point,) = curve.points(curve.read([place.runs], []))
+    assert point["bits"] == found["bits_per_weight"]
+    path = place.runs / "full" / "seed-0" / "runs" / "photos" / "record.json"
+    path.write_text(json.dumps({key: value for key, value in found.items() if key != "bits_per_weight"}))
+    assert curve.points(curve.read([place.runs], [])) == [point]  # an older record: from the task file beside it
     written = file.stat().st_mtime_ns
     worker.run_cell(held, cell, place)
     assert file.stat().st_mtime_ns == written
     assert runner.plan(held, place.runs).done == [cell]
     with pytest.raises(SuiteError, match="made with other settings"):
         runner.plan(small(config={**SMALL["config"], "epochs": 3}), place.runs)
-    (place.runs / "full" / "seed-0" / "runs" / "photos" / "record.json").write_text("{")
+    path.write_text("{")
     with pytest.raises(SuiteError, match="is damaged"):
         runner.plan(held, place.runs)
 

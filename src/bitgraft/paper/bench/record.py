@@ -18,6 +18,7 @@ from bitgraft import __version__
 from bitgraft.backbone.files import write_atomically
 from bitgraft.data.images import Splits
 from bitgraft.errors import SuiteError
+from bitgraft.format.summary import read_summary
 from bitgraft.methods import registry
 from bitgraft.paper.bench.suite import SPLITS, Cell, Suite, settings
 from bitgraft.paper.parameter_counts import headless_parameters
@@ -70,11 +71,13 @@ def _is_recorded(suite: Suite, cell: Cell, name: str, path: Path) -> bool:
 def of_run(result: TrainResult, clock: Clock) -> dict[str, Any]:
     """What was measured on a task that was trained."""
     name, last = result.task.name, result.history[-1]
+    weights = sum(weight.shape.numel() for weight in result.task.anatomy.weights.values())
     return {
         "last": accuracies(of_task(last, name), result.test),
         "selected": accuracies(of_task(result.best or last, name), result.best_test),
         "bits": result.task.bits(statistics=False),
         "backbone_bits": 32 * headless_parameters(result.task.anatomy),
+        "bits_per_weight": read_summary(result.path).bits_per(weights),
         "file_bytes": result.path.stat().st_size,
         "seconds": round(clock.seconds, 2),
         "processor_seconds": round(clock.processor_seconds, 2),

@@ -107,8 +107,20 @@ def try_original(run: Run) -> None:
     labels = predicted(net, net.original, images, preprocessing_for(net, request.config), run.place.workers)
     right = sum(label == truth for label, truth in zip(labels, images.labels, strict=True))
     found = record.accuracies({"epoch": 0}, {"accuracy": right / len(labels)})
-    costs = {"bits": 0, "backbone_bits": 32 * headless_parameters(net.anatomy), "file_bytes": 0, "seconds": 0.0}
-    run.write(name, data, {"last": found, "selected": found, **costs, "train_images_seen": 0})
+    run.write(
+        name,
+        data,
+        {
+            "last": found,
+            "selected": found,
+            "bits": 0,
+            "backbone_bits": 32 * headless_parameters(net.anatomy),
+            "bits_per_weight": 0.0,
+            "file_bytes": 0,
+            "seconds": 0.0,
+            "train_images_seen": 0,
+        },
+    )
 
 
 def _run_in_order(run: Run) -> None:
@@ -125,7 +137,7 @@ def _run_in_order(run: Run) -> None:
         measured = record.of_run(result, clock)
         if leads:
             write_weights(net.export(name), record.backbone_file(run.place.runs))
-            measured["bits"] = 0  # it adds nothing to itself
+            measured |= {"bits": 0, "bits_per_weight": 0.0}  # the backbone adds nothing to itself
         run.write(name, data, measured)
 
 

@@ -64,6 +64,8 @@ class Record:
     last: Measured = Measured()
     selected: Measured = Measured()
     """Of the epoch with the best validation accuracy."""
+    bits_per_weight: float | None = None
+    """Size of the task file without its head, per weight that a task can transform; older records lack it."""
     seconds: float | None = None
     """Wall-clock time of the training steps."""
     processor_seconds: float | None = None
@@ -79,7 +81,15 @@ class Record:
     def __post_init__(self) -> None:
         if self.format != FORMAT:
             raise ValueError(f"it has format {self.format}, this bitgraft reads format {FORMAT}")
-        for name in ("bits", "backbone_bits", "seconds", "processor_seconds", "train_images_seen", "peak_memory"):
+        for name in (
+            "bits",
+            "backbone_bits",
+            "bits_per_weight",
+            "seconds",
+            "processor_seconds",
+            "train_images_seen",
+            "peak_memory",
+        ):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} is {value}")
