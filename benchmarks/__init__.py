@@ -1,1 +1,1 @@
-"""`make bench`: what bitgraft costs, each figure a ratio against the obvious other way, measured side by side."""
+"""`make bench`: the cost of bitgraft as ratios to plain baselines, measured side by side."""

@@ -1,4 +1,4 @@
-"""Backbones for benchmarks, as a user's own would be given: `--backbone benchmarks.backbones:resnet50_v1`."""
+"""Custom backbones for benchmarks: `--backbone benchmarks.backbones:resnet50_v1`."""
 
 from functools import partial
 
@@ -7,7 +7,7 @@ from torchvision.models import resnet50
 
 
 def resnet50_v1(num_classes: int = 1000) -> nn.Module:
-    """The first version of ResNet-50, as Keras and Caffe have it: stages stride in their first 1x1 convolution."""
+    """ResNet-50 v1, as in Keras and Caffe: the stride of a stage is in its first 1x1 convolution."""
     model = resnet50(num_classes=num_classes, norm_layer=partial(nn.BatchNorm2d, eps=1e-3))
     for stage in (model.layer2, model.layer3, model.layer4):
         stage[0].conv1.stride, stage[0].conv2.stride = (2, 2), (1, 1)

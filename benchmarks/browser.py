@@ -1,6 +1,6 @@
-"""`make browser`: the page in a real browser (Debian's chromium): upload, answers, an error, dark, and a phone.
+"""`make browser`: test the web page in chromium: uploads, answers, errors, dark mode and a phone.
 
-python -m benchmarks.browser --shots DIR      writes a screenshot of each
+python -m benchmarks.browser --shots DIR      also writes screenshots
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shots", type=Path, help="a folder for screenshots")
     shots = parser.parse_args().shots
-    expect.set_options(timeout=60_000)  # a busy machine computes weights for seconds
+    expect.set_options(timeout=60_000)  # computing weights takes seconds on a busy machine
     browser_path = shutil.which("chromium") or shutil.which("google-chrome")
     if browser_path is None:
         raise SystemExit("there is no chromium: apt install chromium")
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def _expected(said: Any) -> bool:
-    """The browser itself notes the refusal that is tried out."""
+    """Ignore the 422 that the test provokes, which the browser logs itself."""
     return said.type != "error" or "422" in said.text
 
 
@@ -117,7 +117,7 @@ def _use(page: Any, url: str, expect: Any, folder: Path, shots: Path | None) -> 
 
 
 def _read(page: Any, url: str, expect: Any, folder: Path, shots: Path | None) -> None:
-    """The API's page: every route has an example, and its form gives a real answer."""
+    """Test the API page: every route has an example, and its form returns a real answer."""
     page.goto(f"{url}docs")
     expect(page.locator("details")).not_to_have_count(0)
     for box in page.locator("details").all():

@@ -1,9 +1,9 @@
-"""1,000 tasks of a small network come and go while `bitgraft serve` answers for them; is the memory given back?
+"""Add and remove 1,000 tasks of a small network under `bitgraft serve`, and check that memory is released.
 
     python -m benchmarks.churn --tasks 1000 --at-once 100      about three minutes on two idle cores
 
-Each task answers 16 images and so gets a session. Resident memory is the worker's, before the second wave of tasks and
-after the last, when all are gone. It goes to benchmarks/results/churn.json; the exit code is 1 if it grew by over 5 %.
+Each task answers 16 images, so that it gets a session. The worker's resident memory is compared before the second wave
+of tasks and after the last. Writes benchmarks/results/churn.json; the exit code is 1 if memory grew by over 5 %.
 """
 
 import argparse
@@ -40,14 +40,14 @@ def main() -> int:
         command = ["-c", MAIN, "serve", "--store", str(store.folder), "--port", "0", "--poll", "0.2", "--pin", "stays"]
         with running(command, 1) as (process, port):
             side, resident = Side("churn", {"stays": port}, [process], {}), []
-            for start in range(0, asked.tasks + asked.at_once, asked.at_once):  # the first wave only fills the caches
+            for start in range(0, asked.tasks + asked.at_once, asked.at_once):  # the first wave only warms the caches
                 wave(side, store, [f"task-{number}" for number in range(start, start + asked.at_once)])
                 resident.append(megabytes(side.family()[-1]))
-                print(f"{start + asked.at_once} tasks came and went: {resident[-1]:.1f} MB", flush=True)
+                print(f"{start + asked.at_once} tasks added and removed: {resident[-1]:.1f} MB", flush=True)
     grown = resident[-1] / resident[0]
     found = {"date": date.today().isoformat(), "tasks": asked.tasks, "resident_megabytes": resident, "ratio": grown}
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"resident memory after over before: {grown:.3f}")
+    print(f"resident memory, after / before: {grown:.3f}")
     return int(grown > LIMIT)
 
 
@@ -65,12 +65,12 @@ def wave(side: Side, store: Store, names: list[str]) -> None:
 
 
 def wait(side: Side, names: set[str]) -> None:
-    """Until these are the tasks that are served."""
+    """Wait until exactly these tasks are served."""
     end = time.monotonic() + PATIENCE
     while {task["name"] for task in json.loads(get(side.ports["stays"], "/v1/tasks"))["tasks"]} != names:
         assert time.monotonic() < end, "the store's files were not picked up"
         time.sleep(0.1)
-    time.sleep(0.5)  # versions that are gone are removed at the next look
+    time.sleep(0.5)  # removed versions are dropped at the next poll
 
 
 def megabytes(process: int) -> float:

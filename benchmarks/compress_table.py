@@ -1,12 +1,11 @@
-"""Fine-tuned copies against the tasks made of them: accuracy kept at so many bits per weight, five domains.
+"""Compress fine-tuned copies to a few bits per weight, and measure the share of accuracy kept on five domains.
 
     python -m benchmarks.compress_table DATA runs/domains/finetune/seed-0      # about half an hour of CPU time
-    python -m benchmarks.compress_table --draw                                 # the table and the figure again
+    python -m benchmarks.compress_table --draw                                 # only redraw table and figure
 
 DATA is the folder with decathlon-mini/ and sketches/; the second argument is a store of fine-tuned copies of
-EfficientNet-Lite0 at 64 px, as `bitgraft bench domains --rows finetune` leaves them. Each row of each domain goes into
-the JSON file when it is done; what is there is not made again. The table goes into docs/results/compress.md, the figure
-beside it.
+EfficientNet-Lite0 at 64 px from `bitgraft bench domains --rows finetune`. Each result is saved to the JSON file at once
+and never repeated. The table is written to docs/results/compress.md, with the figure next to it.
 """
 
 import argparse
@@ -43,7 +42,7 @@ ROWS = (*SIGNS, *(f"bits-{bits:g}" for bits in BITS), CALIBRATED)
 
 
 def signed(net: Network, copy: Task, per_channel: bool) -> Task:
-    """The copy with its change rounded to one sign and a scale, all else kept in float32."""
+    """Return the copy with its weight change rounded to signs and a scale; the rest stays in float32."""
     task = net.add_task("made", copy.classes, "finetune", preset=None, preprocessing=copy.metadata.preprocessing)
     with torch.no_grad():
         for name, tensor in values(copy).items():
@@ -58,7 +57,7 @@ def signed(net: Network, copy: Task, per_channel: bool) -> Task:
 
 
 def measured(net: Network, copy: Task, row: str, data: str) -> dict[str, Any]:
-    """Accuracy and size of one row for one copy."""
+    """Measure accuracy and size of one row for one copy."""
     splits = open_data(data, seed=0)
     assert splits.test is not None
     preprocessing = Preprocessing.from_dict(copy.metadata.preprocessing)
@@ -83,7 +82,7 @@ def missing(rows: list[dict[str, Any]], domains: list[str], wanted: list[str]) -
 
 
 def shares(results: dict[str, Any], row: str) -> list[float | None]:
-    """The percentage of the copy's accuracy that a row keeps, by domain."""
+    """Return the percentage of the copy's accuracy that a row keeps, by domain."""
     held = {found["domain"]: found for found in results["rows"] if found["row"] == row}
     return [
         100 * held[name]["accuracy"] / held[name]["finetuned"] if name in held else None for name in results["domains"]
@@ -105,7 +104,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def figure(results: dict[str, Any], path: Path) -> None:
-    """Accuracy kept against bits per weight."""
+    """Plot accuracy kept against bits per weight."""
 
     def panel(axes: Any) -> None:
         for index, name in enumerate(results["domains"]):
@@ -127,12 +126,12 @@ def main() -> None:
     parser.add_argument("--domains", nargs="+", default=list(DOMAINS))
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
     parser.add_argument("--json", type=Path, default=RESULTS)
-    parser.add_argument("--draw", action="store_true", help="only the table and the figure, from what is there")
+    parser.add_argument("--draw", action="store_true", help="only redraw the table and the figure from --json")
     given = parser.parse_args()
     results = so_far(given.json, {"domains": given.domains}, parser)
     if not given.draw:
         if given.copies is None:
-            parser.error("say where the data and the copies are")
+            parser.error("give the folders of the data and of the copies, or --draw")
         store = Store(given.copies)
         net = store.network()
         for row, name in missing(results["rows"], given.domains, given.rows):

@@ -1,12 +1,12 @@
-"""Counts the networks of timm and torchvision that take a task: the smallest of every model module, random weights.
+"""Check which networks of timm and torchvision take a task: the smallest of every model module, with random weights.
 
-    python -m benchmarks.coverage                  # about an hour on one idle core; goes on where it was stopped
-    python -m benchmarks.coverage timm.levit       # some of them, also if they are done
-    python -m benchmarks.coverage --again
+    python -m benchmarks.coverage                  # about an hour on one idle core; resumes if stopped
+    python -m benchmarks.coverage timm.levit       # repeat some modules
+    python -m benchmarks.coverage --again          # repeat all
 
-Each network runs in a process of its own: it gets a task of five classes, which learns for one step, is saved, loaded
-into a fresh network and exported. Both must answer as the task does, bit by bit. timm's modules with distilled networks
-are tried with one of those as well. Results go to benchmarks/results/coverage.json; the exit status is 1 if one fails.
+Each module runs in its own process. Each network gets a task of five classes, which is trained for one step, saved,
+loaded into a fresh network and exported; both must return bit-identical scores. Modules with distilled networks are
+tested with one of those as well. Writes benchmarks/results/coverage.json; the exit code is 1 if a network fails.
 """
 
 import argparse
@@ -32,12 +32,10 @@ from bitgraft import BackboneError, Network
 from bitgraft.backbone.tracing import logits
 
 RESULTS = Path(__file__).parent / "results" / "coverage.json"
-LIMIT = 1200  # seconds of processor time for the networks of one module
+LIMIT = 1200  # seconds of CPU time per module
 CLASSES = 5
+NAMED = {"torchvision.video.s3d": {"head": "classifier.1"}}  # it does not state its number of classes
 Make = Callable[[], nn.Module]
-
-
-NAMED = {"torchvision.video.s3d": {"head": "classifier.1"}}  # which says nowhere how many classes it has
 
 
 def modules() -> list[str]:
@@ -55,7 +53,7 @@ def _module_of(name: str) -> str:
 
 
 def smallest(module: str) -> Iterator[tuple[str, Make]]:
-    """A module's smallest network, and its smallest with several classifiers, with functions that build them."""
+    """Yield the name and builder of a module's smallest network, and of its smallest with several classifiers."""
     library, _, name = module.partition(".")
     made: dict[str, Make] = {}
     if library == "timm":
@@ -82,12 +80,12 @@ def smallest(module: str) -> Iterator[tuple[str, Make]]:
 
 
 def shapes(network: nn.Module, module: str) -> list[tuple[int, ...]]:
-    """Batches of two to try, small ones first."""
+    """Return input shapes to try, smallest first."""
     stated = getattr(network, "pretrained_cfg", None) or {}
     if ".video" in module:
         return [(2, 3, 16, 112, 112), (2, 3, 16, 224, 224)]
     if hasattr(network, "AuxLogits"):
-        return [(2, 3, 299, 299)]  # in training its second classifier takes no smaller ones
+        return [(2, 3, 299, 299)]  # its auxiliary classifier needs this size in training
     sizes = [(3, 96, 96), stated.get("min_input_size", (3, 160, 160)), stated.get("input_size", (3, 224, 224))]
     return [(2, *size) for size in (sizes[2:] if stated.get("fixed_input_size") else sizes)]
 
@@ -105,7 +103,7 @@ def read(network: nn.Module, module: str) -> tuple[Network, Tensor]:
 
 
 def check(module: str, make: Make) -> dict[str, Any]:
-    """One network's row: what a task can change in it, and whether file and export answer as the task does."""
+    """Return one network's row: the share a task can change, after comparing the loaded and the exported task."""
     torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -124,25 +122,25 @@ def check(module: str, make: Make) -> dict[str, Any]:
     task.train()
     nn.functional.cross_entropy(logits(net(images, task="t")), torch.tensor([0, 1])).backward()
     assert sum(bool(p.grad is not None and p.grad.any()) for p in task.parameters()) > 1, "nothing learns"
-    nn.utils.clip_grad_norm_(task.parameters(), 1.0)  # of the k's in a network of random weights, it can be thousands
+    nn.utils.clip_grad_norm_(task.parameters(), 1.0)  # with random weights, gradients of k can be in the thousands
     optimizer.step()
     task.eval()
     fresh = make().eval()
     fresh.load_state_dict(net.backbone.state_dict())
     with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         expected = logits(net(images, task="t"))
-        assert expected.shape == (2, CLASSES), f"the scores are of shape {tuple(expected.shape)}"
+        assert expected.shape == (2, CLASSES), f"the scores have shape {tuple(expected.shape)}"
         assert expected.isfinite().all(), "the scores are not finite"
         net.save_task("t", f"{folder}/t.safetensors")
         other, _ = read(fresh, module)
         other.load_task(f"{folder}/t.safetensors")
-        assert torch.equal(logits(other(images, task="t")), expected), "the loaded task answers otherwise"
-        assert torch.equal(logits(net.export("t")(images)), expected), "the exported module answers otherwise"
+        assert torch.equal(logits(other(images, task="t")), expected), "the loaded task's scores differ"
+        assert torch.equal(logits(net.export("t")(images)), expected), "the exported module's scores differ"
     return row
 
 
 def work(module: str) -> None:
-    """Check a module's networks; a JSON line for each."""
+    """Check a module's networks and print a JSON line for each."""
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT))
     for model, make in smallest(module):
@@ -150,7 +148,7 @@ def work(module: str) -> None:
         row: dict[str, Any] = {"model": model}
         try:
             row |= {**check(module, make), "equal": True}
-        except Exception as problem:  # whatever goes wrong is this network's result
+        except Exception as problem:  # any failure is this network's result
             row |= {"equal": False, "problem": f"{type(problem).__name__}: {problem}".partition("\n")[0]}
         print(json.dumps({**row, "seconds": round(time.perf_counter() - begun, 1)}), flush=True)
 
@@ -173,7 +171,7 @@ def line(module: str, row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", help="for example timm.levit or torchvision.squeezenet; all by default")
-    parser.add_argument("--again", action="store_true", help="also those that are done")
+    parser.add_argument("--again", action="store_true", help="repeat finished modules")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:

@@ -1,12 +1,16 @@
-"""Mean accuracy over domains against bits per weight: `python -m benchmarks.curve runs/domains runs/bits`.
+"""Plot mean accuracy over domains against bits per weight: `python -m benchmarks.curve RECORDS...`.
 
-Each argument is a folder of `bitgraft bench domains` or `bitgraft bench bits`. Bits are those of the task files, head
-apart, for each weight that `full` would mask. A row counts once it has every domain that all rows have; its bar is the
-standard deviation over seeds. The points go into a JSON file and the figure; the table is printed.
+RECORDS are run folders of `bitgraft bench` or records.jsonl files. Bits per weight are the size of the task file
+without its head, divided by the number of weights that `full` masks. A row is plotted once it has results on every
+domain; its error bar is the standard deviation over seeds. Writes the figure and its points as JSON, and prints them.
+
+Records written before they held bits per weight take them from the task file in the run folder, else from the points of
+the last figure.
 """
 
 import argparse
 import json
+import sys
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean, stdev
@@ -15,25 +19,42 @@ from typing import Any
 from bitgraft.backbone.files import write_atomically
 from bitgraft.format.inspect import inspect_file
 from bitgraft.paper.figures import COLOURS, draw, save
+from bitgraft.paper.report.records import Record, read_records
 from bitgraft.store import Store
 
+POINTS = Path("benchmarks/results/curve.json")
+
 FEWEST = 0.02  # bits; below, the file is its head and a few numbers
-Runs = dict[tuple[str, str], dict[int, dict[str, tuple[float, float]]]]
-"""(backbone, row's title) -> seed -> domain -> (bits per weight, test accuracy in percent)."""
+Runs = dict[tuple[str, str], dict[int, dict[str, tuple[float | None, float]]]]
+"""(backbone, row title) -> seed -> domain -> (bits per weight, test accuracy in percent)."""
 
 
-def read(folders: list[Path]) -> Runs:
+def read(sources: list[Path], earlier: list[dict[str, Any]]) -> Runs:
+    """Read the records; `earlier` are the points of the last figure."""
+    known = {(point["backbone"], point["row"]): point["bits"] for point in earlier}
     found: Runs = defaultdict(lambda: defaultdict(dict))
-    for path in sorted(path for folder in folders for path in folder.glob("*/seed-*/runs/*/record.json")):
-        record, store = json.loads(path.read_text()), Store(path.parents[2])
-        bits = inspect_file(store.path(record["dataset"])).bits_per(store.size.weights)
-        accuracy = 100 * record["selected"]["test_accuracy"]
-        found[record["backbone"], record["title"]][record["seed"]][record["dataset"]] = bits, accuracy
+    for record in (record for source in sources for record in read_records(source)):
+        row = record.backbone, record.title or record.row
+        bits = record.bits_per_weight if record.bits_per_weight is not None else _file_bits(record)
+        if record.selected.test_accuracy is not None:
+            accuracy = 100 * record.selected.test_accuracy
+            found[row][record.seed][record.dataset] = known.get(row) if bits is None else bits, accuracy
     return found
 
 
+def _file_bits(record: Record) -> float | None:
+    """Return the bits per weight of the task file in the record's run folder, if it is there."""
+    store = Path(record.where).resolve().parent.parent.parent  # STORE/runs/DATASET/record.json
+    if not (Store.exists(store) and Store(store).path(record.dataset).exists()):
+        return None
+    return inspect_file(Store(store).path(record.dataset)).bits_per(Store(store).size.weights)
+
+
 def points(found: Runs) -> list[dict[str, Any]]:
-    """One for each backbone and row: the mean over the domains that all its seeds have, if those are the usual ones."""
+    """Return one point per backbone and row, averaged over the seeds that have every domain.
+
+    A row whose bits per weight are unknown is reported on stderr and left out.
+    """
     common: dict[str, set[str]] = {}
     for (backbone, _), seeds in found.items():
         most = max(map(set, seeds.values()), key=len)
@@ -41,12 +62,14 @@ def points(found: Runs) -> list[dict[str, Any]]:
     rows = []
     for (backbone, title), seeds in found.items():
         whole = [seed for seed in seeds.values() if set(seed) >= common[backbone]]
-        if whole:
+        bits = [size for seed in whole for name in common[backbone] if (size := seed[name][0]) is not None]
+        if bits:
             accuracies = [mean(seed[name][1] for name in common[backbone]) for seed in whole]
-            bits = mean(seed[name][0] for seed in whole for name in common[backbone])
             spread = stdev(accuracies) if len(whole) > 1 else None
-            rows.append({"backbone": backbone, "row": title, "bits": bits, "accuracy": mean(accuracies)})
+            rows.append({"backbone": backbone, "row": title, "bits": mean(bits), "accuracy": mean(accuracies)})
             rows[-1] |= {"spread": spread, "seeds": len(whole), "domains": len(common[backbone])}
+        elif whole:
+            print(f"left out {title} on {backbone}: its records and {POINTS} lack bits per weight", file=sys.stderr)
     return sorted(rows, key=lambda row: (row["backbone"], row["bits"]))
 
 
@@ -87,13 +110,13 @@ def panel(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("records", type=Path, nargs="+")
     parser.add_argument("--output", type=Path, default=Path("docs/results/curve.svg"), help="the figure")
-    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/curve.json"))
+    parser.add_argument("--json", type=Path, default=POINTS, help="the points")
     given = parser.parse_args()
-    rows = points(read(given.runs))
+    rows = points(read(given.records, json.loads(POINTS.read_text()) if POINTS.exists() else []))
     if not rows:
-        parser.error(f"there is no finished run in {', '.join(map(str, given.runs))}")
+        parser.error(f"no row in {', '.join(map(str, given.records))} has results and bits per weight")
     backbones = list(dict.fromkeys(row["backbone"] for row in rows))
     panels = [
         lambda axes, name=name: panel(axes, [r for r in rows if r["backbone"] == name], name) for name in backbones

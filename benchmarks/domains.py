@@ -1,8 +1,8 @@
-"""Tables over domains: `python -m benchmarks.domains RECORDS...`, folders of `bitgraft bench` or records.jsonl files.
+"""Print tables over domains: `python -m benchmarks.domains RECORDS...`.
 
-The first has the test accuracy of every row on every domain, of the epoch that was best on validation. The second is
-about settings, which are rows of one method: for each domain the one with the best mean validation accuracy on all
-other domains, and the test accuracy that this choice gives on the domain itself.
+RECORDS are run folders of `bitgraft bench` or records.jsonl files. The first table has the test accuracy of every row
+on every domain, at the best epoch on validation. The second chooses among the settings (rows) of each method: for each
+domain it takes the setting with the best mean validation accuracy on all other domains, and shows its test accuracy.
 """
 
 import argparse
@@ -16,7 +16,7 @@ Accuracies = dict[str, dict[str, dict[str, float]]]
 
 
 def by_method(records: list[Record], what: str) -> Accuracies:
-    """Method -> row -> domain -> accuracy in percent, the mean over seeds, of the epoch that was kept."""
+    """Return method -> row -> domain -> accuracy in percent at the selected epoch, averaged over seeds."""
     found: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for record in records:
         value = getattr(record.selected, what)
@@ -28,7 +28,7 @@ def by_method(records: list[Record], what: str) -> Accuracies:
 
 
 def comparison(records: list[Record]) -> str:
-    """Domains down, rows across, and the mean of those that have all domains."""
+    """Return a table with one line per domain and one column per row, and means of the complete rows."""
     rows = {
         row: values for of_method in by_method(records, "test_accuracy").values() for row, values in of_method.items()
     }
@@ -42,7 +42,7 @@ def comparison(records: list[Record]) -> str:
 
 
 def chosen(rows: dict[str, dict[str, float]], left_out: str) -> str:
-    """The setting that is best on validation, the domain left out."""
+    """Return the setting with the best mean validation accuracy, one domain left out."""
     return max(rows, key=lambda row: mean(value for name, value in rows[row].items() if name != left_out))
 
 

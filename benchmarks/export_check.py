@@ -1,10 +1,10 @@
-"""Exports the five architectures that exports promise to hold for, and says how far each file is from the task.
+"""Export a task on the five architectures that exports support, and compare each file's scores with the task's.
 
     python -m benchmarks.export_check               # about 5 minutes on two idle cores; random weights, no download
     python -m benchmarks.export_check resnet50
 
-A row: plain weights loaded into timm's own class and the torch.export program must be equal to the last bit; ONNX in
-onnxruntime, as a share of the largest score, at most 1e-4 (or `onnx_bytes` refuses, and this ends with its sentence).
+Plain weights in timm's own class and the torch.export program must be bit-identical. The ONNX column is the largest
+difference in onnxruntime relative to the largest score, at most 1e-4 (`onnx_bytes` raises an error otherwise).
 """
 
 import argparse
@@ -26,7 +26,7 @@ CLASSES, BATCH = 10, 2
 
 
 def subject(name: str) -> Subject:
-    """A task with half of its bits set and k away from where they begin, on random weights that let data through."""
+    """Return a task with random masks and perturbed k, on random weights that propagate the input."""
     torch.manual_seed(0)
     net = Network(_open(timm.create_model(name).eval()))
     task = net.add_task("t", classes=CLASSES, preset=None)
@@ -36,13 +36,13 @@ def subject(name: str) -> Subject:
             size = net.anatomy.tensor(weight).std()
             for part, parameter in transform.named_parameters():
                 parameter.normal_() if part == "scores" else parameter.add_(0.2 * size * torch.randn_like(parameter))
-        net.train()(Subject(net, "t").images(8), task="t")  # norm layers take their statistics from this
+        net.train()(Subject(net, "t").images(8), task="t")  # sets the norm layers' statistics
     task.freeze()
     return Subject(net.eval(), "t")
 
 
 def _open(model: nn.Module) -> nn.Module:
-    """No branch begins at nothing (norms at 0, layer scales at 1e-6), and statistics are the last batch's."""
+    """Open every branch (norms start at 0, layer scales at 1e-6), and take statistics from the last batch."""
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm2d):
             nn.init.uniform_(layer.weight, 0.5, 1.5)

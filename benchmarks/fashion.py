@@ -1,6 +1,6 @@
-"""Fashion-MNIST from Debian's package `dataset-fashion-mnist`, capped, as an image folder for benchmarks.
+"""Write part of Fashion-MNIST, from Debian's package `dataset-fashion-mnist`, as an image folder.
 
-python -m benchmarks.fashion DATA/fashion      # 6,000 training and 2,000 test images, the same ones every time
+python -m benchmarks.fashion DATA/fashion      # always the same 6,000 training and 2,000 test images
 """
 
 import argparse
@@ -16,12 +16,12 @@ CLASSES = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt",
 
 
 def read_idx(path: Path, header: int) -> NDArray[np.uint8]:
-    """The bytes of a gzipped IDX file behind its header."""
+    """Return the bytes of a gzipped IDX file after its header."""
     return np.frombuffer(gzip.decompress(path.read_bytes())[header:], np.uint8)
 
 
 def write_split(source: Path, prefix: str, folder: Path, count: int) -> None:
-    """The first `count` images, which are in random order already, as PNG files by class."""
+    """Write the first `count` images, which are already shuffled, as PNG files by class."""
     images = read_idx(source / f"{prefix}-images-idx3-ubyte.gz", 16).reshape(-1, 28, 28)
     labels = read_idx(source / f"{prefix}-labels-idx1-ubyte.gz", 8)
     for number in range(count):
@@ -33,7 +33,7 @@ def write_split(source: Path, prefix: str, folder: Path, count: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--source", type=Path, default=SOURCE, help="where Debian put the files [%(default)s]")
+    parser.add_argument("--source", type=Path, default=SOURCE, help="Debian's folder [%(default)s]")
     arguments = parser.parse_args()
     if not arguments.source.is_dir():
         parser.error(f"there is no {arguments.source}: apt install dataset-fashion-mnist")

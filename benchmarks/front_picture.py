@@ -1,7 +1,7 @@
-"""`python -m benchmarks.front_picture demo/store docs/front.png`: the README's picture.
+"""`python -m benchmarks.front_picture demo/store docs/front.png`: draw the README's picture.
 
-Left, accuracy against bits per weight, the mean of ten domains (`benchmarks.curve`); right, held-out images with the
-answers of `full`, from the store that `make demo` left.
+Left: mean accuracy over ten domains against bits per weight (`benchmarks.curve`). Right: held-out images with the
+predictions of `full`, from the store of `make demo`.
 """
 
 import json
@@ -30,7 +30,7 @@ def answers(axes: Any, store: Store, net: Any, data: str, place: int) -> None:
     images = splits.test
     assert images is not None
     seen = ImageDataset(images, Preprocessing.from_dict(task.metadata.preprocessing))
-    i = len(images) * 2 * place // demo.SHOWN  # every other one of those that the demo shows
+    i = len(images) * 2 * place // demo.SHOWN  # every other image that the demo shows
     with torch.no_grad():
         said = splits.classes[int(net.eval()(seen[i][0][None], task=task.name).argmax())]
     truth = splits.classes[images.labels[i]]

@@ -1,4 +1,4 @@
-"""What tables of trained tasks share: runs of a suite at a root, a JSON file that grows row by row, a page."""
+"""Shared by the table scripts: suite runs, a JSON file that grows row by row, and a page between marks."""
 
 import argparse
 import datetime
@@ -22,23 +22,23 @@ from bitgraft.paper.bench.worker import run_cell
 
 
 def suite_at(root: Path, rows: Sequence[str], seeds: Sequence[int], domains: Sequence[str], steps: int | None) -> Suite:
-    """These of decathlon-mini, with its data at the root; steps shorten every training, to try it out."""
+    """Select part of decathlon-mini, with its data at `root`; `steps` shortens every training, to try a script."""
     suite = load_suite("decathlon-mini").chosen(rows, seeds, domains)
     suite = replace(suite, datasets=tuple(replace(d, data=f"{root.name}:{d.name}") for d in suite.datasets))
     return replace(suite, config={**suite.config, "steps": steps}) if steps else suite
 
 
 def ensure(suite: Suite, cell: Cell, root: Path, runs: Path) -> None:
-    """Train what is not there yet."""
+    """Train a run unless it has records."""
     if not finished(suite, runs, cell):
         run_cell(suite, cell, Place(root.parent, runs))
 
 
-def so_far(path: Path, said: dict[str, Any], parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """What the file holds, if it was made with the same settings; or no rows yet."""
-    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {**said, "rows": []}
-    if other := [f"{key} {results[key]}" for key, value in said.items() if results[key] != value]:
-        parser.error(f"{path} was made with {', '.join(other)}: give another --json")
+def so_far(path: Path, settings: dict[str, Any], parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Read earlier results, if they were made with the same settings."""
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {**settings, "rows": []}
+    if other := [f"{key} {results[key]}" for key, value in settings.items() if results[key] != value]:
+        parser.error(f"{path} was made with {', '.join(other)}; use another --json file")
     return results
 
 
@@ -49,12 +49,12 @@ def add(path: Path, results: dict[str, Any], row: dict[str, Any]) -> None:
 
 
 def conclude(text: str, page: Path, mark: str, usual: bool) -> None:
-    """Show the table; made with the usual settings, it also goes into the page, between its marks."""
+    """Print the table and, with the usual settings, write it between the page's marks."""
     print(f"\n{text}")
     if usual:
         write_atomically(page, between_marks(page.read_text(), mark, text).encode())
 
 
 def spread(values: Sequence[float], by: float = 1) -> str:
-    """The standard deviation, or a share of it, where there are several values."""
+    """Format the standard deviation, divided by `by`; empty for a single value."""
     return f" ± {statistics.stdev(values) / by:.1f}" if len(values) > 1 else ""

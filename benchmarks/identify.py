@@ -1,8 +1,8 @@
-"""Finding an image's task, measured: `python -m benchmarks.identify --root DATA --store STORE --cache DIR`.
+"""Measure how well an image's task is found: `python -m benchmarks.identify --root DATA --store STORE --cache DIR`.
 
-The tables of docs/results/identify.md. STORE holds the suite `domains`' tasks (`bitgraft bench domains`, row full); a
-task that is not there is trained first, or left out with --present. Features and logits are kept in DIR, so a second
-run takes minutes. Three seeds draw the images that describe and calibrate; tasks are trained once.
+Prints the tables of docs/results/identify.md. STORE holds the tasks of `bitgraft bench domains`, row full; missing
+tasks are trained first, or left out with --present. Features and logits are cached in DIR, so a second run takes
+minutes. Three seeds draw the images that descriptions are fitted and calibrated on; tasks are trained once.
 """
 
 import argparse
@@ -13,24 +13,25 @@ from statistics import mean, median, stdev
 import torch
 from torch import Tensor
 
-from benchmarks.identify_cost import alternating, cost
+from benchmarks.identify_cost import ROUNDS, cost
 from benchmarks.identify_data import MOST, Collection, Domain, picked
 from benchmarks.identify_split import split_tables
+from benchmarks.measure import in_turns, timed
 from bitgraft.format.description import Description
 from bitgraft.runtime.identify import scorers
 from bitgraft.runtime.identify.decision import RUNS, TEMPERATURE, WEIGHT
 from bitgraft.runtime.identify.fitting import calibrated, fit_description, rank_for
 
 SEEDS = (0, 1, 2)
-DRAWN = 0.8  # of the training and validation images, for each seed
-FILE = 500_000  # bytes of a task file, from which the size of a description follows
+DRAWN = 0.8  # share of the training and validation images drawn by each seed
+FILE = 500_000  # bytes of a task file, which limits the size of its description
 Scores = dict[str, Tensor]
-"""For each domain's images: (N, tasks)."""
+"""Scores of each domain's images, (N, tasks)."""
 Rule = Callable[[Tensor, Tensor], Tensor]
 
 
 def auroc(known: Tensor, unknown: Tensor) -> float:
-    """The share of pairs in which the known image scores higher."""
+    """Return the share of pairs in which the known image scores higher."""
     order = torch.cat([known, unknown]).double().argsort()
     ranks = torch.empty(len(order), dtype=torch.double)
     ranks[order] = torch.arange(1, len(order) + 1, dtype=torch.double)
@@ -39,12 +40,12 @@ def auroc(known: Tensor, unknown: Tensor) -> float:
 
 
 def fpr(known: Tensor, unknown: Tensor) -> float:
-    """The share of unknown images above the score that 95 % of known ones exceed."""
+    """Return the share of unknown images above the score that 95 % of the known ones exceed."""
     return float((unknown >= known.quantile(0.05)).float().mean())
 
 
 class Trial:
-    """Descriptions of one seed, and every scorer's (N, tasks) for the images of each domain."""
+    """The descriptions of one seed, and the scores of every scorer, (N, tasks) per domain."""
 
     def __init__(self, domains: Sequence[Domain], collection: Collection, tasks: Sequence[str], seed: int) -> None:
         self.domains, self.names = list(domains), [domain.name for domain in domains]
@@ -68,7 +69,7 @@ class Trial:
         return calibrated(found, features["val"][kept[drawn]], own[drawn])
 
     def route(self, scorer: type[scorers.Scorer], part: str = "test", *, standard: bool = False) -> Scores:
-        """By a scorer over plain features; standardised by each task's own validation images if asked."""
+        """Score plain features; with `standard`, standardise by each task's own validation images."""
         made = scorer([self.descriptions[name] for name in self.names])
         found = {domain.name: made(domain.features[part]) for domain in self.domains}
         if standard:
@@ -78,13 +79,13 @@ class Trial:
         return found
 
     def milliseconds(self, scorer: type[scorers.Scorer]) -> float:
-        """Of scoring one image's features for all tasks, after the backbone's forward pass."""
+        """Time the scoring of one image's features for all tasks, without the backbone's forward pass."""
         made = scorer([self.descriptions[name] for name in self.names])
-        (times,) = alternating(lambda: made(self.domains[0].features["test"][:1]))
+        (times,) = in_turns([timed(lambda: made(self.domains[0].features["test"][:1]))], ROUNDS)
         return 1000 * median(times)
 
     def own(self, what: str, part: str = "test") -> Scores:
-        """By the tasks' own logits, for the images that they ran on."""
+        """Score by the tasks' own logits, for the images that they ran on."""
         found = {}
         for domain in self.names:
             columns = []
@@ -98,13 +99,13 @@ class Trial:
         return found
 
     def ran(self, scores: Scores, part: str = "test") -> Scores:
-        """The scores of tasks that ran, for the images that they ran on."""
+        """Select the scores of the tasks that ran, for the images that they ran on."""
         rows = {d.name: torch.tensor(picked(len(d.labels[part]), MOST[part])) for d in self.domains}
         columns = [self.names.index(name) for name in self.tasks]
         return {name: values[rows[name]][:, columns] for name, values in scores.items()}
 
     def decided(self, part: str = "test", weight: float = WEIGHT) -> tuple[Scores, Scores]:
-        """What `bitgraft.runtime.identify.decision` decides by: scores of the tasks that run, and typicality."""
+        """Return the scores and the typicality that `bitgraft.runtime.identify.decision` decides by."""
         route, own = self.ran(self.route(scorers.Likelihood, part), part), self.own("certainty", part)
         known = [self.descriptions[name].calibrated for name in self.tasks]
         centre, scale = (torch.tensor([getattr(c, f"route_{how}") for c in known]) for how in ("mean", "std"))
@@ -117,7 +118,7 @@ class Trial:
         return scores, typical
 
     def union(self, scores: Scores) -> tuple[float, float]:
-        """The class is right among all tasks' classes, and if the task is told: means over the domains."""
+        """Return the class accuracy among all tasks' classes, and with the task given, averaged over domains."""
         found, told = [], []
         for name in self.tasks:
             (domain,) = [d for d in self.domains if d.name == name]
@@ -133,13 +134,13 @@ class Trial:
 
 
 def accuracy(scores: Scores, names: Sequence[str]) -> tuple[float, float]:
-    """The task is right: the mean over domains, and over all images."""
+    """Return the task accuracy as a mean over domains, and over all images."""
     right = [(scores[name].argmax(1) == i).float() for i, name in enumerate(names)]
     return mean(float(one.mean()) for one in right), float(torch.cat(right).mean())
 
 
 def pairs(scores: Scores, names: Sequence[str]) -> tuple[float, float]:
-    """AUROC and FPR at 95 % of each task's images against every other's, by the task's own score: means."""
+    """Return mean AUROC and FPR@95 of each task's images against every other's, by the task's own score."""
     both = [(scores[a][:, i], scores[b][:, i]) for i, a in enumerate(names) for b in names if a != b]
     return mean(auroc(*pair) for pair in both), mean(fpr(*pair) for pair in both)
 
@@ -149,12 +150,12 @@ def best(scores: Tensor, _: Tensor) -> Tensor:
 
 
 def of_best(scores: Tensor, typical: Tensor) -> Tensor:
-    """The typicality of the task with the best score."""
+    """Return the typicality of the task with the best score."""
     return typical.gather(1, scores.argmax(1, keepdim=True))[:, 0]
 
 
 def left_out(scores: Scores, typical: Scores, tasks: Sequence[str], rule: Rule) -> list[tuple[float, float, float]]:
-    """Each domain without its task: AUROC and FPR@95 against the images of the tasks, and the share claimed."""
+    """Leave out each domain's task in turn; return AUROC, FPR@95 and the share of its images that are accepted."""
     found = []
     for name in scores:
         kept = [i for i, task in enumerate(tasks) if task != name]
@@ -171,7 +172,7 @@ def spread(values: Sequence[float], digits: int = 1, scale: float = 100) -> str:
 
 
 def stage_one(trials: Sequence[Trial]) -> Iterator[str]:
-    """Plain features alone, all test images of all domains."""
+    """Use only plain features, on all test images of all domains."""
     yield "| scorer | task right, mean of domains % | all images % | AUROC, pairs | FPR@95, pairs % | ms per image |"
     yield "|---|---|---|---|---|---|"
     every = [("NearestMean", False), ("Mahalanobis", False), ("Mahalanobis", True), ("RelativeMahalanobis", False)]
@@ -185,7 +186,7 @@ def stage_one(trials: Sequence[Trial]) -> Iterator[str]:
 
 
 def stage_two(trials: Sequence[Trial]) -> Iterator[str]:
-    """With the tasks' own logits."""
+    """Use the tasks' own logits as well."""
     yield f"{len(trials[0].tasks)} tasks: {', '.join(trials[0].tasks)}; at most {MOST['test']} test images of each.\n"
     yield "| scorer | task right % | AUROC, pairs | FPR@95, pairs % | union of classes right % | task told % |"
     yield "|---|---|---|---|---|---|"
@@ -209,7 +210,7 @@ def stage_two(trials: Sequence[Trial]) -> Iterator[str]:
 
 
 def unknown(trials: Sequence[Trial]) -> Iterator[str]:
-    """Each domain left out in turn, with the tasks' own logits."""
+    """Leave out each domain in turn, with the tasks' own logits."""
     yield f"Tasks: {', '.join(trials[0].tasks)}. Left out in turn: every domain, also those whose task is not there.\n"
     yield "| scorer | AUROC, mean | worst | FPR@95, mean % | worst % |\n|---|---|---|---|---|"
     every = {
@@ -233,7 +234,7 @@ def unknown(trials: Sequence[Trial]) -> Iterator[str]:
 
 
 def unknown_by_features(trials: Sequence[Trial]) -> Iterator[str]:
-    """Each domain left out in turn, plain features alone, all test images."""
+    """Leave out each domain in turn, with plain features only, on all test images."""
     yield "| scorer | AUROC, mean | worst | FPR@95, mean % | worst % |\n|---|---|---|---|---|"
     for name in ("NearestMean", "Mahalanobis", "Likelihood"):
         found = [left_out(*[t.route(getattr(scorers, name))] * 2, t.names, best) for t in trials]
@@ -244,7 +245,7 @@ def unknown_by_features(trials: Sequence[Trial]) -> Iterator[str]:
 
 
 def _unknown_cells(found: Sequence[Sequence[tuple[float, float, float]]]) -> list[str]:
-    """Of each seed's results: the mean and the worst AUROC, the mean and the worst FPR."""
+    """Format mean and worst AUROC, then mean and worst FPR, over seeds."""
     areas = [spread([mean(r[0] for r in f) for f in found], 3, 1), spread([min(r[0] for r in f) for f in found], 3, 1)]
     rates = [spread([mean(r[1] for r in f) for f in found]), spread([max(r[1] for r in f) for f in found])]
     return areas + rates
@@ -254,8 +255,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("root", "store", "cache"):
         parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=1000, help="of a task that is not in the store")
-    parser.add_argument("--present", action="store_true", help="leave out tasks that are not in the store")
+    parser.add_argument("--steps", type=int, default=1000, help="training steps of tasks missing from the store")
+    parser.add_argument("--present", action="store_true", help="leave out tasks missing from the store")
     given, tables = parser.parse_args(), {"route": stage_one, "unknown, by features": unknown_by_features}
     tables |= {"decide": stage_two, "unknown": unknown}
     torch.set_num_threads(1)

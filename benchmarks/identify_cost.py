@@ -1,12 +1,12 @@
-"""What routing over 1,000 tasks costs, beside one forward pass of ResNet-50 at batch 1."""
+"""Measure the cost of routing over 1,000 tasks, relative to a forward pass of ResNet-50 at batch 1."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from statistics import median
 
 import torch
 
 from benchmarks.backbones import resnet50_v1
+from benchmarks.measure import in_turns, timed
 from bitgraft.format.description import rounded
 from bitgraft.runtime.identify.fitting import RANK
 from bitgraft.runtime.identify.scorers import Likelihood
@@ -27,22 +27,10 @@ def cost() -> Iterator[str]:
     scorer, network = Likelihood([one] * TASKS), resnet50_v1().eval()
     images, features = torch.randn(1, 3, 224, 224), torch.randn(1, FEATURES)
     with torch.inference_mode():
-        sides = alternating(lambda: network(images), lambda: scorer(features))
+        sides = in_turns([timed(lambda: network(images)), timed(lambda: scorer(features))], ROUNDS)
     held = [t for t in vars(scorer).values() if isinstance(t, torch.Tensor)]
     forward, route = (1000 * median(side) for side in sides)
     yield "| ResNet-50 forward, ms | routing, ms | ratio (forward + routing) / forward | in files, MB | stacked, MB |"
     yield "|---|---|---|---|---|"
     sizes = f"{TASKS * one.nbytes / 1e6:.0f} | {sum(t.nbytes for t in held) / 1e6:.0f}"
     yield f"| {forward:.0f} | {route:.1f} | {(forward + route) / forward:.3f} | {sizes} |"
-
-
-def alternating(*sides: Callable[[], object]) -> list[list[float]]:
-    """Seconds of each side, which take turns."""
-    taken: list[list[float]] = [[] for _ in sides]
-    for turn in range(ROUNDS + 1):
-        for times, side in zip(taken, sides, strict=True):
-            began = time.perf_counter()
-            side()
-            if turn:
-                times.append(time.perf_counter() - began)
-    return taken

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.identify` measures on: plain features and each task's logits, computed once and kept."""
+"""Data of `python -m benchmarks.identify`: plain features and each task's logits, computed once and cached."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +18,12 @@ from bitgraft.workflows.prediction import torch_scores
 from bitgraft.workflows.train_task import Request, open_store, preprocessing_for, train
 
 BATCH = 64
-MOST = {"val": 100, "test": 200}  # images of a domain that every task runs on
+MOST = {"val": 100, "test": 200}  # images per domain that every task runs on
 
 
 @dataclass(frozen=True)
 class Domain:
-    """One data set: normalised plain features and labels of its splits."""
+    """Normalised plain features and labels of a data set's splits."""
 
     name: str
     classes: tuple[str, ...]
@@ -32,12 +32,12 @@ class Domain:
 
 
 def picked(count: int, most: int) -> list[int]:
-    """At even distances."""
+    """Return at most `most` evenly spaced indices."""
     return [i * count // most for i in range(most)] if count > most else list(range(count))
 
 
 class Collection:
-    """The domains of the suite `domains` under a root, a store with a task for each, and a folder of results."""
+    """The domains of the suite `domains`, a store with a task for each, and a cache folder."""
 
     def __init__(self, root: Path, store: Path, cache: Path, steps: int) -> None:
         self.root, self.cache, self.steps = root, cache, steps
@@ -53,21 +53,19 @@ class Collection:
         return sorted(dataset.name for dataset in self.suite.datasets)
 
     def open(self, name: str) -> Any:
-        (spec,) = [dataset.data for dataset in self.suite.datasets if dataset.name == name]
-        return open_data(spec, root=self.root)
+        return open_data(self.suite.dataset(name).data, root=self.root)
 
-    def task(self, name: str, method: str = "full") -> None:
-        """Load the domain's task, trained first if it is not there."""
+    def task(self, name: str) -> None:
+        """Load the domain's task, after training it if it is missing."""
         if name not in self.store.names():
-            (spec,) = [dataset.data for dataset in self.suite.datasets if dataset.name == name]
-            config = self.config
-            train(self.store, self.net, Request(spec, name, method, config, root=self.root, describe=False))
+            spec = self.suite.dataset(name).data
+            train(self.store, self.net, Request(spec, name, "full", self.config, root=self.root, describe=False))
         elif name not in self.net.tasks:
             self.store.load(self.net, name)
         self.net.eval()
 
     def domain(self, name: str) -> Domain:
-        """Plain features of every image."""
+        """Return the plain features of every image."""
         file = self.cache / f"plain-{name}.pt"
         if not file.exists():
             splits = self.open(name)
@@ -83,7 +81,7 @@ class Collection:
         return Domain(name, tuple(held["classes"]), features, {part: held[part][1] for part in parts})
 
     def logits(self, task: str, domain: str) -> dict[str, Tensor]:
-        """A task's logits for some of a domain's images, by split."""
+        """Return a task's logits for some of a domain's images, by split."""
         file = self.cache / f"logits-{task}-{domain}.pt"
         if not file.exists():
             self.task(task)

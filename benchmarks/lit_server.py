@@ -1,4 +1,4 @@
-"""LitServe with the same exported model, in batches: what `bitgraft serve` is measured against.
+"""Baseline for `bitgraft serve`: LitServe with the same exported model and dynamic batching.
 
 python -m benchmarks.lit_server task.onnx THREADS
 """

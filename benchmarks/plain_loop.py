@@ -1,8 +1,8 @@
-"""`python -m benchmarks.plain_loop FOLDER`: images per second of training, with loading.
+"""`python -m benchmarks.plain_loop FOLDER`: images per second of training, including image loading.
 
-Three sides in turns, each from the image folder to updated weights: `bitgraft.fit` by method `full`, `bitgraft.fit` by
-method `finetune` (the same loop and convolutions, so this ratio is the price of the method), and the loop that a person
-would write with PyTorch and torchvision. Times are the processor's, so that other work on the machine counts little.
+Three sides in turns, each from image folder to updated weights: `bitgraft.fit` with method `full`, `bitgraft.fit` with
+method `finetune` (the same loop and convolutions, so this ratio is the cost of the method), and a plain loop in PyTorch
+and torchvision. Times are CPU times, so that other processes matter little.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from bitgraft.training.callbacks import Clock
 
 
 def ours(network: str, folder: str, method: str, steps: int, size: int) -> float:
-    """Images per second of the processor's time, steps and loading together."""
+    """Return images per second of CPU time, including loading."""
     torch.manual_seed(0)
     net, clock = bitgraft.Network(timm.create_model(network, pretrained=False)), Clock()
     data = bitgraft.open_data(folder)
@@ -65,7 +65,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     for network in given.networks.split(","):
         sides: dict[str, list[float]] = {"full": [], "finetune": [], "plain loop": []}
-        ours(network, given.folder, "full", 2, given.size)  # compiled loops are loaded
+        ours(network, given.folder, "full", 2, given.size)  # loads the compiled loops
         for _ in range(given.rounds):
             for method in ("full", "finetune"):
                 sides[method].append(ours(network, given.folder, method, given.steps, given.size))

@@ -1,4 +1,4 @@
-"""Score submissions that have the paper's accuracies (Table 4) on the challenge's test labels; compare with Table 3.
+"""Score submissions with the paper's accuracies (Table 4) on the challenge's test labels, and compare with Table 3.
 
     python benchmarks/published_scores.py --labels LABELS --out docs/results/decathlon-scores.md
 
@@ -26,13 +26,13 @@ from bitgraft.paper.scores import (
     score_submission,
 )
 
-HALF = 0.05  # per cent: what a printed accuracy may be off by
-HALF_POINT = 0.5  # what a printed S may be off by
+HALF = 0.05  # rounding error of a printed accuracy, in per cent
+HALF_POINT = 0.5  # rounding error of a printed S
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One domain of one row: what the paper prints, and what its accuracy can score."""
+    """One domain of one row: the printed numbers, and the range of S that the printed accuracy allows."""
 
     domain: str
     images: int
@@ -46,7 +46,7 @@ class Cell:
         return self.low - HALF_POINT <= self.printed <= self.high + HALF_POINT
 
     def scores(self) -> dict[int, float]:
-        """S for every number of right answers that comes near the printed accuracy."""
+        """Return S for every number of correct answers close to the printed accuracy."""
         return {
             right: _score(right, self.images, self.domain)
             for right in range(self.images + 1)
@@ -54,7 +54,7 @@ class Cell:
         }
 
     def counts(self) -> list[int]:
-        """How many right answers give both numbers that are printed."""
+        """Return the numbers of correct answers that give both printed numbers."""
         return [
             right
             for right, score in self.scores().items()
@@ -62,7 +62,7 @@ class Cell:
         ]
 
     def readings(self) -> list[str]:
-        """What else would give both numbers: S cut off in place of rounded, or an accuracy rounded twice."""
+        """Return other explanations of both numbers: S truncated instead of rounded, or accuracy rounded twice."""
         found = []
         for right, score in self.scores().items():
             told = f"{right:,} of {self.images:,} correct: {100 * right / self.images:.3f} %, S = {score:.2f}"
@@ -76,7 +76,7 @@ class Cell:
         return abs(100 * right / self.images - self.accuracy) <= HALF
 
     def _rounds_twice(self, right: int) -> bool:
-        hundredths = floor(10_000 * right / self.images + 0.5)  # halves go up
+        hundredths = floor(10_000 * right / self.images + 0.5)  # halves round up
         return (hundredths + 5) // 10 == round(10 * self.accuracy)
 
 
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def _scored(row: PublishedRow, labels: list[Labels]) -> Score:
-    """Write a submission with this row's accuracies and read it again, as a user would."""
+    """Write a submission with this row's accuracies, then read and score it as a user would."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.json"
         file.write_text(json.dumps([answer for one in labels for answer in _answers(one, row.values[one.domain])]))
@@ -105,7 +105,7 @@ def _scored(row: PublishedRow, labels: list[Labels]) -> Score:
 
 
 def _answers(labels: Labels, accuracy: float) -> Iterable[Mapping[str, int]]:
-    """The right category for the first images, and the next one in the list for the rest."""
+    """Yield the correct category for the first images, and the next one in the list for the rest."""
     order = sorted(labels.categories)
     other = dict(zip(order, [*order[1:], order[0]], strict=True))
     right = round(len(labels.answers) * accuracy / 100)

@@ -1,4 +1,4 @@
-"""Rows on tasks at work: switching, resident tasks, the forward pass, mixed batches. All with ResNet-50."""
+"""Inference rows, all with ResNet-50: switching tasks, resident tasks, the forward pass, mixed batches."""
 
 import gc
 import os
@@ -22,7 +22,7 @@ def backbone() -> nn.Module:
 
 
 def trained(net: bitgraft.Network, name: str, seed: int = 0, share: float = 0.5) -> Task:
-    """A task as training leaves it: masks with some share of ones, k away from their start."""
+    """Add a task like a trained one: masks with a given share of ones, perturbed k."""
     task, rng = net.add_task(name, classes=CLASSES, preset=None, seed=seed), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for role, parameter in task.roles():
@@ -43,7 +43,7 @@ def task_file(folder: Path) -> tuple[nn.Module, Path]:
 
 @torch.no_grad()
 def weights_of(task: Task) -> dict[str, Tensor]:
-    """W~ of every layer, as a switch computes them."""
+    """Compute W~ of every layer, as a switch does."""
     return task.tensors()
 
 
@@ -65,7 +65,7 @@ def switch(folder: Path, rounds: int) -> Iterator[Row]:
 
 
 def residents(folder: Path, rounds: int, counts: tuple[int, ...] = (1, 10, 100, 1000)) -> Iterator[Row]:
-    """Fill a network with tasks; switching between two of them, and what each further one takes."""
+    """Load many tasks; measure switching between them, and the memory of each additional one."""
     model, path = task_file(folder)
     alone = bitgraft.Network(model)
     single = alone.load_task(path, name="alone")
@@ -80,7 +80,7 @@ def residents(folder: Path, rounds: int, counts: tuple[int, ...] = (1, 10, 100, 
         before, had = _resident(), len(tasks)
         tasks += [net.load_task(path, name=f"task-{i}") for i in range(had, count)]
         gc.collect()
-        if count - had >= 90:  # enough of them to tell from the rest of the process
+        if count - had >= 90:  # enough to be distinguished from the rest of the process
             each = (_resident() - before) / (count - had)
             detail = f"{each / 1e6:.3f} MB against {ideal / 1e6:.3f} MB, resident memory over {count - had} tasks"
             what = f"memory per further resident task, up to {count}"
@@ -128,15 +128,13 @@ def forward(folder: Path, rounds: int) -> Iterator[Row]:
 
 
 def mixed(folder: Path, rounds: int) -> Iterator[Row]:
-    """Images grouped by task, each group through its task's module. At 224 px and at 64 px, where computing W~ is most
-    of the work: with one task's weights in memory at a time, or with all eight kept."""
+    """Mixed batches at 224 px, and at 64 px where computing W~ dominates, with one or all eight modules kept."""
     model = backbone()
     names = [f"task-{i}" for i in range(8)]
     makers = {active: bitgraft.Network(model, active=active).eval() for active in (1, 8)}
     for seed, name in enumerate(names):
-        task = trained(makers[1], name, seed)
+        trained(makers[1], name, seed)
         makers[1].save_task(name, folder / name)
-        assert task.name == name
         makers[8].load_task(folder / name)
     plain = [makers[1].export(name) for name in names]
     wanted = [names[i % 8] for i in range(32)]

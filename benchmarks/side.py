@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks import opposition
+from benchmarks import baselines
 from benchmarks.measure import answer
 
 CLASSES, PLAINLY, OTHERS = 10, "-plainly", ("finetune", "piggyback", "lora")
@@ -24,17 +24,17 @@ def build(network: str) -> nn.Module:
 
 
 def step_of(method: str, network: str, batch: int, pixels: int) -> Callable[[], None]:
-    """A training step: forward, loss, backward, optimisers; all sides with the same settings of the same optimisers."""
+    """Return a training step: forward, loss, backward, optimizers. All sides use the same optimizer settings."""
     model = build(network)
     images = torch.randn(batch, 3, pixels, pixels).contiguous(memory_format=torch.channels_last)
     labels = torch.randint(0, CLASSES, (batch,))
     if method in OTHERS:
         if method == "lora":
-            model, learned = opposition.lora(model)
+            model, learned = baselines.lora(model)
         elif method == "piggyback":
-            learned = opposition.piggyback(model)
+            learned = baselines.piggyback(model)
         else:
-            learned = [(opposition.role(name), p) for name, p in model.named_parameters()]
+            learned = [(baselines.role(name), p) for name, p in model.named_parameters()]
         model.train()
         optimizers = plain_optimizers(learned)
 
@@ -49,8 +49,8 @@ def step_of(method: str, network: str, batch: int, pixels: int) -> Callable[[], 
     return ours(model, method, images, labels)
 
 
-def plain_optimizers(learned: opposition.Roles) -> list[torch.optim.Optimizer]:
-    """What `bitgraft.training` has by default, in torch alone: fused Adam, and SGD for the head."""
+def plain_optimizers(learned: baselines.Roles) -> list[torch.optim.Optimizer]:
+    """Return the default optimizers of `bitgraft.training` in plain torch: fused Adam, and SGD for the head."""
     held = list(learned)
     return [
         torch.optim.AdamW([p for r, p in held if r != "head"], lr=1e-4, weight_decay=0.0, fused=True),
@@ -59,7 +59,7 @@ def plain_optimizers(learned: opposition.Roles) -> list[torch.optim.Optimizer]:
 
 
 def ours(model: nn.Module, method: str, images: torch.Tensor, labels: torch.Tensor) -> Callable[[], None]:
-    """The parts that `bitgraft.fit` puts together, as it does; "METHOD-plainly" leaves all gradients to PyTorch."""
+    """Return a step built from the parts of `bitgraft.fit`; "METHOD-plainly" leaves all gradients to PyTorch."""
     import bitgraft
     from bitgraft.methods.registry import Phase
     from bitgraft.training import cpu, optimizers

@@ -1,4 +1,4 @@
-"""Rows on files: saving and loading, a cold process with a full store, size against entropy."""
+"""File rows: saving and loading, a cold process with a full store, file size against entropy."""
 
 import itertools
 import math
@@ -19,11 +19,10 @@ from bitgraft.store import SUFFIX, Backbone, Store
 
 
 def files(folder: Path, rounds: int) -> Iterator[Row]:
-    """Saving against write, fsync and rename; loading against reading, from a disk and from the system's cache.
+    """Compare saving with write, fsync and rename, and loading with reading, from disk and from the page cache.
 
-    A task that is loaded beside others takes memory that the process did not have yet, and for the system to give it
-    takes longer than to copy a file into it. So the other side reads into memory fresh from the system, too, and keeps
-    it. The rows also say what it takes to read into warm memory again and again, as bytes do that are dropped at once.
+    Loading a task allocates new memory, and page faults take longer than copying the file. So the baseline also reads
+    into fresh memory and keeps it. The rows also state the time to read into warm memory.
     """
     model, path = task_file(folder)
     net = bitgraft.Network(model)
@@ -131,7 +130,7 @@ def cold_process(folder: Path, rounds: int) -> Iterator[Row]:
 
 
 def _store(folder: Path, count: int) -> Path:
-    """Tasks of the small network, so that a thousand of them fit anywhere; what they hold is not read here."""
+    """Create a store of identical tasks of a small network, so that a thousand fit anywhere."""
     kind = Backbone("wrn-28-2", pretrained=False)
     net = bitgraft.Network(kind.build())
     store = Store.create(folder, kind, net)
@@ -143,7 +142,7 @@ def _store(folder: Path, count: int) -> Path:
 
 
 def entropy(folder: Path) -> list[dict[str, float]]:
-    """The file's size, plain and coded, against the entropy of its masks; what decoding them takes."""
+    """Compare plain and coded file sizes with the entropy of the masks, and time the decoding."""
     table = []
     for share in (0.5, 0.7, 0.9, 0.95, 0.99):
         net = bitgraft.Network(backbone())

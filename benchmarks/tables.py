@@ -1,6 +1,6 @@
-"""`python -m benchmarks.tables`: puts what `make bench` wrote into docs/performance.md, between marks.
+"""`python -m benchmarks.tables`: write the results of `make bench` into docs/performance.md.
 
-Tables stand between `<!-- bench:rows -->` or `<!-- bench:NAME -->` (NAME a table of growth) and `<!-- /bench -->`.
+Tables are between `<!-- bench:rows -->` or `<!-- bench:NAME -->` (NAME is a growth table) and `<!-- /bench -->`.
 """
 
 import json
@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-FILES = ("docs/performance.md",)
+PAGE = Path("docs/performance.md")
 RESULTS = Path("benchmarks/results.json")
 
 
@@ -38,7 +38,7 @@ def _shown(value: Any) -> str:
 
 
 def between_marks(page: str, mark: str, text: str) -> str:
-    """The page with the text between `<!-- mark -->` and `<!-- /mark -->`; of a mark a:b, the end is `<!-- /a -->`."""
+    """Replace the text between `<!-- mark -->` and `<!-- /mark -->`; the end of a mark a:b is `<!-- /a -->`."""
     begin, end = f"<!-- {mark} -->\n", f"<!-- /{mark.partition(':')[0]} -->"
     pattern = re.escape(begin) + ".*?" + re.escape(end)
     return re.sub(pattern, lambda _: f"{begin}{text}\n{end}", page, flags=re.DOTALL)
@@ -52,7 +52,4 @@ def fill(page: str, results: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    measured = json.loads(RESULTS.read_text())
-    for name in FILES:
-        path = Path(name)
-        path.write_text(fill(path.read_text(), measured))
+    PAGE.write_text(fill(PAGE.read_text(), json.loads(RESULTS.read_text())))

@@ -1,4 +1,4 @@
-"""Servers as processes of their own, and clients that ask them one thing after another and check every answer."""
+"""Servers in their own processes, and clients that send requests in a loop and check every answer."""
 
 import http.client
 import io
@@ -29,26 +29,26 @@ Asked = tuple[str, int]
 
 @dataclass
 class Side:
-    """One of the set-ups: servers, what is asked of them, and what came of it."""
+    """One set-up: its servers, the requests sent to them, and the results."""
 
     title: str
     ports: dict[str, int]
-    """Where each task is served."""
+    """Port of each task."""
     processes: list[int]
     wanted: dict[Asked, Any]
     """The offline answers."""
     weights: Sequence[float] | None = None
-    """How often each task is asked for; None: equally often."""
+    """Request frequency of each task; None means equal."""
     tolerance: float = 1e-5
-    """By how much a probability may differ from the offline one; 0: they are equal to the last bit."""
+    """Allowed difference of a probability from the offline one; 0 means bit-identical."""
     form: bool = False
-    """The picture is sent as a file of a form."""
+    """Send pictures as multipart forms."""
     rates: list[float] = field(default_factory=list)
     """Requests per second in each round."""
     processor: list[float] = field(default_factory=list)
-    """Seconds of the processor per request in each round."""
+    """CPU seconds per request in each round."""
     seconds: list[float] = field(default_factory=list)
-    """Of every request."""
+    """Latency of every request."""
     wrong: int = 0
 
     def plain(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Side:
 
     @contextmanager
     def alone(self, others: "Sequence[Side]") -> Iterator[None]:
-        """The other sides are stopped meanwhile: LitServe, for one, keeps a core busy while it waits for requests."""
+        """Suspend the other sides: LitServe keeps a core busy while it waits for requests."""
         idle = [process for side in others if side is not self for process in side.family()]
         _signal(idle, signal.SIGSTOP)
         try:
@@ -79,14 +79,14 @@ class Side:
             _signal(idle, signal.SIGCONT)
 
     def megabytes(self) -> float:
-        """Private memory, and the largest share of files: libraries, mostly."""
+        """Return private memory plus the largest process's file-backed memory, mostly libraries."""
         anonymous, files = zip(*map(_memory, self.family()), strict=True)
         return (sum(anonymous) + max(files)) / 1e6
 
 
 @contextmanager
 def running(command: Sequence[str], threads: int) -> Iterator[tuple[int, int]]:
-    """A server that prints its address first: its process, and its port, once it answers."""
+    """Start a server that prints its address first; yield its process id and port once it answers."""
     env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     process = subprocess.Popen(
         [sys.executable, *command],
@@ -100,14 +100,14 @@ def running(command: Sequence[str], threads: int) -> Iterator[tuple[int, int]]:
         assert process.stdout is not None
         found = re.search(r":(\d+)/", process.stdout.readline())
         if found is None or not _answers(int(found[1])):
-            raise SystemExit(f"the server did not start: try `python {' '.join(command)}`")
+            raise SystemExit(f"the server did not start; run it by hand: `python {' '.join(command)}`")
         yield process.pid, int(found[1])
     finally:
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(30)
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # whoever is left of it
+            os.killpg(process.pid, signal.SIGKILL)  # remaining children
         process.wait()
 
 
@@ -118,7 +118,7 @@ def _signal(processes: Sequence[int], number: signal.Signals) -> None:
 
 
 def _answers(port: int) -> bool:
-    """Whether it gets ready; servers that know no /readyz say 404."""
+    """Return whether the server becomes ready; servers without /readyz answer 404."""
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
         try:
@@ -133,7 +133,7 @@ def _answers(port: int) -> bool:
 
 
 def picture(seed: int) -> bytes:
-    """A photograph's size and roughness: noise on several scales."""
+    """Return a JPEG with the size and texture of a photograph: noise at several scales."""
     rng = np.random.default_rng(seed)
     layers = [Image.fromarray(rng.integers(0, 256, (n, n, 3), dtype=np.uint8)).resize((320, 280)) for n in (4, 16, 64)]
     file = io.BytesIO()
@@ -142,7 +142,7 @@ def picture(seed: int) -> bytes:
 
 
 def traffic(side: Side, pictures: Sequence[bytes], seconds: float, clients: int) -> None:
-    """One round of as many clients at once. Their answers are checked afterwards, when nobody waits."""
+    """Run one round with concurrent clients; check their answers afterwards."""
     done: list[list[tuple[Asked, float, bytes]]] = [[] for _ in range(clients)]
     end, seed, before = time.perf_counter() + seconds, clients * len(side.rates), _processor(side.family())
     threads = [
@@ -180,14 +180,13 @@ def _client(side: Side, pictures: Sequence[bytes], end: float, seed: int, done: 
 
 
 def form(pictures: Sequence[bytes]) -> tuple[bytes, str]:
-    """The body of a form with these files, and its content type."""
+    """Return the body and content type of a form with these files."""
     head = b'\r\nContent-Disposition: form-data; name="image"; filename="a.jpg"\r\nContent-Type: image/jpeg\r\n\r\n'
     parts = [b"--" + BOUNDARY + head + data + b"\r\n" for data in pictures]
     return b"".join([*parts, b"--" + BOUNDARY + b"--\r\n"]), f"multipart/form-data; boundary={BOUNDARY.decode()}"
 
 
 def post(port: int, path: str, body: bytes, kind: str) -> bytes:
-    """One request over a connection of its own."""
     line = http.client.HTTPConnection("127.0.0.1", port)
     line.request("POST", path, body, {"Content-Type": kind})
     return line.getresponse().read()
@@ -205,7 +204,7 @@ def _right(said: bytes, wanted: Any, tolerance: float) -> bool:
         return bool(given == [wanted])
     pairs = zip(given[0], wanted, strict=True)
     near = all(abs(one["probability"] - other["probability"]) <= tolerance for one, other in pairs)
-    return near and (tolerance > 1e-3 or given[0][0]["class"] == wanted[0]["class"])  # others prepare images otherwise
+    return near and (tolerance > 1e-3 or given[0][0]["class"] == wanted[0]["class"])  # baselines preprocess differently
 
 
 def _family(parent: int) -> list[int]:
@@ -214,13 +213,13 @@ def _family(parent: int) -> list[int]:
 
 
 def _processor(processes: Sequence[int]) -> float:
-    """Seconds of the processor that they have used."""
+    """Return the CPU seconds used by these processes."""
     fields = [Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split() for process in processes]
     return sum(int(user) + int(system) for user, system in (f[11:13] for f in fields)) / os.sysconf("SC_CLK_TCK")
 
 
 def _memory(process: int) -> tuple[int, int]:
-    """Bytes of its own (what forked processes share is split between them), and of files."""
+    """Return anonymous memory (shared pages split between processes) and file-backed memory, in bytes."""
     own = re.search(r"Pss_Anon:\s+(\d+)", Path(f"/proc/{process}/smaps_rollup").read_text())
     files = re.search(r"RssFile:\s+(\d+)", Path(f"/proc/{process}/status").read_text())
     assert own is not None

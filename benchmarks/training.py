@@ -1,18 +1,18 @@
-"""Rows on training: a step and its memory against fine-tuning, Piggyback as one would write it, and LoRA."""
+"""Training rows: time and memory of a step against fine-tuning, plain Piggyback and LoRA."""
 
 from collections.abc import Iterator
 
 from benchmarks.measure import Row, Side, anew, in_turns
 
-IN_A_ROW = 3  # steps of a turn, as in training: the first after another process's turn finds nothing in the cache
-PROCESSES = 3  # of each side of a row on memory: where pieces come to lie moves the peak by some hundredths
+IN_A_ROW = 3  # steps per turn: the first after another process's turn has a cold cache
+PROCESSES = 3  # per side of a memory row: fragmentation moves the peak by a few per cent
 NAMES = {"wrn4": "WRN-28-4", "resnet50": "ResNet-50"}
 AGAINST = {"piggyback": "Piggyback written the obvious way", "lora": "PEFT's LoRA on the same convolutions"}
 
 
 def steps(network: str, limit: float, rounds: int) -> Iterator[Row]:
     others = ["finetune", *AGAINST] if network == "resnet50" else ["finetune"]
-    names = ["finetune", "full", *reversed(others[1:])]  # those that come nearest run next to each other
+    names = ["finetune", "full", *reversed(others[1:])]  # the closest competitors run next to each other
 
     def sides() -> list[Side]:
         return [Side(name, network, "32", "64", times=IN_A_ROW) for name in names]
@@ -27,7 +27,7 @@ def steps(network: str, limit: float, rounds: int) -> Iterator[Row]:
 
 
 def memory() -> Iterator[Row]:
-    """At the network's own size of image, and, to be shown, at the small one, where weights are most of it."""
+    """Measure at the network's own image size and, without a limit, at a small one, where weights dominate."""
     for pixels, limit in ((224, 1.10), (64, None)):
         pairs = [[_peak(method, "resnet50", pixels) for method in ("full", "finetune")] for _ in range(PROCESSES)]
         what = f"peak memory of training, ResNet-50, batch 32 at {pixels} px"
@@ -36,7 +36,7 @@ def memory() -> Iterator[Row]:
 
 
 def convolutions(rounds: int) -> Iterator[Row]:
-    """What `training/convolutions.py` is worth."""
+    """Compare with PyTorch's own convolutions."""
     networks = {"tf_efficientnet_lite0": "EfficientNet-Lite0", "resnet50": "ResNet-50", "wrn4": "WRN-28-4"}
     for network, title in networks.items():
         with Side("full", network, "32", "64") as mine, Side("full-plainly", network, "32", "64") as other:
@@ -47,7 +47,7 @@ def convolutions(rounds: int) -> Iterator[Row]:
 
 
 def _peak(method: str, network: str, pixels: int) -> float:
-    """Megabytes; the second step has the optimisers' moments beside everything else."""
+    """Return peak memory in megabytes after two steps; the second includes the optimizer state."""
     with Side(method, network, "32", str(pixels)) as side:
         side()
         side()
@@ -55,7 +55,7 @@ def _peak(method: str, network: str, pixels: int) -> float:
 
 
 def growth(rounds: int) -> list[dict[str, float | str]]:
-    """How a step's time and memory grow with the width of the network and with the batch."""
+    """Measure time and memory of a step by network width and batch size."""
     points = [(f"wrn{width}", 32) for width in (1, 2, 4)] + [("wrn4", batch) for batch in (8, 16, 64, 128)]
     table: list[dict[str, float | str]] = []
     for network, batch in sorted(points):

@@ -16,7 +16,9 @@ import torch
 from images import NET, SOURCE, bitgraft, photos
 from PIL import Image
 
+from benchmarks import curve
 from bitgraft.errors import SuiteError
+from bitgraft.format.inspect import inspect_file
 from bitgraft.methods import registry
 from bitgraft.network import Network
 from bitgraft.paper.bench import reading, record, runner, submission, worker
@@ -71,15 +73,15 @@ def kept(place, row, dataset, seed=0):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rows": []}, "at least one of"),
+        ({"rows": []}, "at least one .* are needed"),
         ({"row": []}, "has no setting 'row'; did you mean 'rows'"),
         ({"rows": [{"row": "full"}]}, "rows 1 lacks 'method'"),
         ({"rows": [{"row": "a", "method": "ful"}]}, "row a: there is no method 'ful'; did you mean 'full'"),
         ({"rows": [{"row": "a", "method": "full", "options": {"k9": 1}}]}, "row a: method 'full' has no option 'k9'"),
         ({"rows": [{"row": "a", "method": "full", "config": {"epoch": 1}}]}, "row a: there is no setting 'epoch'"),
         ({"rows": [{"row": "a", "method": "packnet", "order": ["b"]}]}, "row a: there is no data set 'b'"),
-        ({"rows": [{"row": "../a", "method": "full"}]}, "the row '../a' is a folder's name"),
-        ({"rows": [SMALL["rows"][0]] * 2}, "two of the rows are called 'full'"),
+        ({"rows": [{"row": "../a", "method": "full"}]}, "the name of row '../a' is used as a folder name"),
+        ({"rows": [SMALL["rows"][0]] * 2}, "two rows are called 'full'"),
         ({"datasets": [{"name": "a", "data": "a", "images": {"dev": 1}}]}, "not 'dev'"),
         ({"backbone": {}}, "backbone lacks 'name'"),
         ({"preset": "slow"}, "there is no preset 'slow'"),
@@ -88,9 +90,9 @@ def kept(place, row, dataset, seed=0):
         ({"form": "tables"}, "form is 'tables', not one of 'accuracy', 'decathlon', 'ablation'"),
         ({"datasets": 5}, "datasets is 5, not a list"),
         ({"datasets": [{"name": "a", "data": "a", "classes": "2"}]}, "classes is '2', not a whole number"),
-        ({"baseline": "finetune"}, "the baseline is 'finetune', which is none of the rows"),
+        ({"baseline": "finetune"}, "the baseline 'finetune' is not one of the rows full, head"),
         ({"rows": [{"row": "original", "method": "full"}]}, "no row can be called 'original'"),
-        ({"backbone": {"name": NET, "trained_on": "nothing"}}, "trained on 'nothing', which is none of the data sets"),
+        ({"backbone": {"name": NET, "trained_on": "nothing"}}, "trained_on is 'nothing', not one of the data sets"),
         ({"backbone": {"name": NET, "config": {"epoch": 1}}}, "row original: there is no setting 'epoch'"),
     ],
 )
@@ -117,7 +119,7 @@ def test_every_suite_of_ours_can_be_read():
 def test_unknown_and_broken_suites(tmp_path):
     with pytest.raises(SuiteError, match="did you mean 'decathlon-mini'"):
         load_suite("decathlon-mimi")
-    with pytest.raises(SuiteError, match="cannot read the suite"):
+    with pytest.raises(SuiteError, match="cannot read suite"):
         load_suite(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("name = ")
     with pytest.raises(SuiteError, match=r"suite .*bad\.toml: "):
@@ -141,8 +143,8 @@ def test_a_suite_may_begin_with_another(tmp_path):
     for text, said in (
         ('like = "decathlon-mimi"', "did you mean 'decathlon-mini'"),
         ("like = 3", "like is 3, not the name of a suite"),
-        ('like = "decathlon-mini"\nrows = ["ful"]', "rows has 'ful', but the suite that it is like has classifier, "),
-        ('like = "self.toml"', r"self\.toml is like self\.toml, which is like it again"),
+        ('like = "decathlon-mini"\nrows = ["ful"]', "rows has 'ful', but decathlon-mini has only classifier, "),
+        ('like = "self.toml"', r"self\.toml extends itself"),
     ):
         (tmp_path / "self.toml").write_text(text)
         with pytest.raises(SuiteError, match=said):
@@ -256,14 +258,22 @@ def test_a_run_leaves_a_record_and_is_not_made_again(place):
     assert found["seconds"] > 0
     assert found["processor_seconds"] > 0
     assert found["joint"] is False
-    file = place.runs / "full" / "seed-0" / "photos.safetensors"
+    file, store = place.runs / "full" / "seed-0" / "photos.safetensors", Store(place.runs / "full" / "seed-0")
+    assert found["bits_per_weight"] == inspect_file(file).bits_per(store.size.weights) > 1
+    (read,) = read_records(place.runs)
+    assert read.bits_per_weight == found["bits_per_weight"]
+    (point,) = curve.points(curve.read([place.runs], []))
+    assert point["bits"] == found["bits_per_weight"]
+    path = place.runs / "full" / "seed-0" / "runs" / "photos" / "record.json"
+    path.write_text(json.dumps({key: value for key, value in found.items() if key != "bits_per_weight"}))
+    assert curve.points(curve.read([place.runs], [])) == [point]  # an older record: from the task file beside it
     written = file.stat().st_mtime_ns
     worker.run_cell(held, cell, place)
     assert file.stat().st_mtime_ns == written
     assert runner.plan(held, place.runs).done == [cell]
     with pytest.raises(SuiteError, match="made with other settings"):
         runner.plan(small(config={**SMALL["config"], "epochs": 3}), place.runs)
-    (place.runs / "full" / "seed-0" / "runs" / "photos" / "record.json").write_text("{")
+    path.write_text("{")
     with pytest.raises(SuiteError, match="is damaged"):
         runner.plan(held, place.runs)
 
@@ -312,10 +322,10 @@ def test_chains_and_joint_training_leave_a_record_of_each_data_set(place):
 
 def test_data_that_are_not_as_the_suite_says_are_refused(place):
     held = small(datasets=[{**SMALL["datasets"][0], "images": {"train": 25}}])
-    with pytest.raises(SuiteError, match="photos: train has 24 images, and must have 25"):
+    with pytest.raises(SuiteError, match="photos: train has 24 images instead of 25"):
         worker.run_cell(held, Cell("full", 0, ("photos",)), place)
     held = small(datasets=[{**SMALL["datasets"][0], "classes": 4}])
-    with pytest.raises(SuiteError, match="3 classes, and must be 4"):
+    with pytest.raises(SuiteError, match="3 classes instead of 4"):
         worker.run_cell(held, Cell("full", 0, ("photos",)), place)
 
 
@@ -347,7 +357,7 @@ def test_a_killed_worker_is_reported_and_its_run_goes_on(place, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", lambda *args, **options: going.append(Process(*args, **options)) or going[0])
         threading.Thread(target=kill, daemon=True).start()
-        assert runner.work(held, cell, place, threading.Event()) == "the process was ended by signal 9"
+        assert runner.run_worker(held, cell, place, threading.Event()) == "the process was killed by signal 9"
     assert not (state.parent / "record.json").exists()
     board = runner.run(held, place)
     assert (board.done, board.failed) == ([cell], {})
@@ -367,7 +377,7 @@ def test_a_worker_whose_input_ends_keeps_its_state_and_leaves(place):
         stop.set()
 
     threading.Thread(target=wait_for_steps, daemon=True).start()
-    assert runner.work(held, next(held.cells()), place, stop) == "stopped; the same command goes on with it"
+    assert runner.run_worker(held, next(held.cells()), place, stop) == "stopped; run the same command again to resume"
     assert (folder / "state.pt").exists()
 
 
@@ -411,8 +421,8 @@ def test_data_check(place, capsys, monkeypatch):
     Path("mine.toml").write_text(text.replace("train = 24", "train = 25").replace(row, sums + gone + row))
     code, out, _ = run()
     assert code == 1
-    assert f"has the sha256 {good}" in out
-    assert "train has 24 images, and must have 25" in out
+    assert f"has sha256 {good} instead of {bad}" in out
+    assert "train has 24 images instead of 25" in out
     assert "gone            no data set at 'gone'" in out
     assert "source: the moon" in out
     assert "files: gone/{train,val,test}/CLASS/IMAGE" in out
@@ -427,7 +437,7 @@ def test_data_of_a_devkit_say_which_files_are_read(tmp_path, capsys, monkeypatch
     monkeypatch.chdir(tmp_path)
     code, out, _ = bitgraft(capsys, monkeypatch, "data", "check", "decathlon")
     assert code == 1
-    assert "files: decathlon-1.0/annotations/gtsrb_{train,val,test}.json, and below decathlon-1.0 the images" in out
+    assert "files: decathlon-1.0/annotations/gtsrb_{train,val,test}.json, and the images they list" in out
     assert out.count("source: ") == 10
 
 
@@ -461,7 +471,7 @@ def test_a_backbone_can_be_trained_first(place):
     assert (found["bits"], found["last"]["epoch"], found["config"]["epochs"]) == (0, 5, 5)
     stores = [Store(place.runs / row / "seed-0") for row in ("finetune", "head")]
     assert len({store.fingerprint for store in stores}) == 1
-    worker.try_original(worker.Run(held, first, place))  # the weights that tasks are added to
+    worker.evaluate_original(worker.Run(held, first, place))  # the weights that tasks are added to
     assert kept(place, "original", "photos")["last"]["test_accuracy"] == found["last"]["test_accuracy"]
     assert not any(str(place.root) in json.dumps(kept(place, row, "again")) for row in ("finetune", "head"))
 
@@ -617,8 +627,8 @@ def test_a_backbone_of_other_classes_answers_for_nothing(place, monkeypatch):
     held = load_suite("mine.toml").chosen(rows=["full"], datasets=["imagenet12"])
     held = replace(held, datasets=(replace(held.datasets[0], original=True),))
     store = place.runs / "full" / "seed-0"
-    net = worker.untrained(held).build()
-    Store.create(store, worker.untrained(held), Network(net))
+    net = worker.initial_backbone(held).build()
+    Store.create(store, worker.initial_backbone(held), Network(net))
     monkeypatch.setattr(submission, "predicted", lambda *args: [4] * 12)  # of the five that this network knows
     with pytest.raises(SuiteError, match="more classes than the 2 of imagenet12"):
         submission.write_submission(held, place.root, place.runs, Path("results.json"))

@@ -166,7 +166,7 @@ def test_the_command_shows_many_files(task_file, capsys, monkeypatch):
 def test_the_command_refuses_what_it_cannot_write(task_file, tmp_path, capsys, monkeypatch):
     code, out, err = bitgraft(capsys, monkeypatch, "inspect", "nope.safetensors", "--figure", "masks.gif")
     assert (code, out) == (2, "")
-    assert "a figure is written as .png, .svg, .pdf: masks.gif ends in none of them" in err
+    assert "cannot write a figure to masks.gif: the name must end in .png, .svg, .pdf" in err
     code, _, err = bitgraft(capsys, monkeypatch, "inspect", task_file(), "--figure", str(tmp_path / "no/masks.png"))
     assert code == 1
     assert str(tmp_path / "no") in err
@@ -178,4 +178,4 @@ def test_without_matplotlib_one_sentence_says_what_to_install(task_file, tmp_pat
     code, out, err = bitgraft(capsys, monkeypatch, "inspect", task_file(), "--figure", str(tmp_path / "masks.png"))
     assert (code, out) == (1, "")
     remedy = "in your clone of bitgraft, pip install '.[figures]'"
-    assert err == f"error: figures need matplotlib, which is not installed: {remedy}\n"
+    assert err == f"error: figures need matplotlib: {remedy}\n"

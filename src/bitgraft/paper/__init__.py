@@ -1,4 +1,4 @@
-"""What papers need and services do not: benchmark suites, reports, scores, parameter counts, figures, the demo.
+"""Research tools: benchmark suites, reports, scores, parameter counts, figures and the demo.
 
 May import: workflows, sharing and what is below them.
 """

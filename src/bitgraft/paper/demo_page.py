@@ -1,4 +1,4 @@
-"""The demo's results as one HTML page with nothing beside it: style, figures and pictures are inside."""
+"""Write the demo's results as one self-contained HTML page, with styles, figures and images inside."""
 
 import base64
 import io
@@ -29,7 +29,7 @@ class Row:
     kilobytes: float
     bits_per_weight: float
     copy_megabytes: float
-    """Of a whole network with this task's head."""
+    """Size of a whole network with this task's head."""
     curve: Records
     inspection: Inspection
 
@@ -39,15 +39,15 @@ class Answer:
     """A task's prediction for a held-out image."""
 
     image: Image.Image
-    said: str
-    sure: float
+    predicted: str
+    confidence: float
     truth: str
-    often: str = ""
-    """How many images of the true class are taken for this one."""
+    count: str = ""
+    """How often the true class is mistaken for the predicted one."""
 
     @property
     def picture(self) -> str:
-        """A thumbnail as a data URL."""
+        """The thumbnail as a data URL."""
         small, buffer = self.image.copy(), io.BytesIO()
         small.thumbnail((THUMBNAIL, THUMBNAIL))
         small.save(buffer, "PNG")
@@ -56,17 +56,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class Shown:
-    """A data set, and a reloaded task's predictions for some of its images."""
+    """A data set, and the predictions of a reloaded task for some of its images."""
 
     about: str
     images: tuple[int, int, int]  # training, validation and held-out
-    majority: float  # the share of the most frequent class in the held-out images
+    majority: float  # share of the most frequent class in the held-out images
     task: str
     answers: list[Answer]
     worst: list[Answer]
-    """One of each pair of classes that is confused most often."""
+    """One example of each of the most frequent confusions."""
     same: bool
-    """Whether the reloaded task gives the same scores as the trained one, bit for bit."""
+    """Whether the reloaded task's scores are bit-identical to the trained one's."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Findings:
     budget: str
     rows: list[Row]
     shown: dict[str, Shown]
-    probes: int  # images that the ImageNet scores were compared on
+    probes: int  # images on which ImageNet scores were compared
     same: bool
     seconds: float
 
@@ -114,8 +114,8 @@ def results_table(found: Findings) -> Table:
         lines.append(Line(row.data, cells, row.method == "full"))
     headings = ("method", "accuracy", "task file", "separate copy", "bits per weight")
     notes = tuple(
-        f"{data}: {shown.about}, {shown.images[0]:,} images to train on and {shown.images[2]:,} held out, of which the "
-        f"most frequent class is {100 * shown.majority:.0f} %"
+        f"{data}: {shown.about}; {shown.images[0]:,} training and {shown.images[2]:,} held-out images; the most "
+        f"frequent class is {100 * shown.majority:.0f} % of the held-out ones"
         for data, shown in found.shown.items()
     )
     return Table("results", "Accuracy on held-out images", "data", headings, tuple(lines), notes)

@@ -1,6 +1,6 @@
-"""Figures: how they look and become files, learning curves, and the paper's analysis of masks and k by layer.
+"""Draw and save figures: learning curves, and the paper's analysis of masks and k by layer.
 
-matplotlib is imported when something is drawn, and its global state (pyplot, the backend) is left alone.
+matplotlib is imported on first use, and its global state (pyplot, the backend) is not touched.
 """
 
 import io
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FORMATS = (".png", ".svg", ".pdf")
 COLOURS = ["#2f7ed8", "#e0702b", "#2ca27b", "#c4519e", "#8f6bd6", "#b08a1e", "#d64550", "#5b8c8c", "#7d8a2e", "#4a4fb0"]
-"""Told apart by the colour-blind, and visible on white and on black."""
+"""Distinguishable for the colour-blind, and visible on white and on black."""
 OURS = "full"
 """The method that figures highlight."""
 DPI = 150
@@ -33,23 +33,23 @@ UNDATED = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDa
 
 Panel = Callable[["Axes"], None]
 Records = Sequence[Mapping[str, Any]]
-"""One per epoch, as in `history` of what `fit` returns; or several, each with the `step` that it is of."""
+"""One record per epoch, as in the `history` that `fit` returns; or more, each with its `step`."""
 
 
 @contextmanager
 def matplotlib_figure() -> Iterator[type["Figure"]]:
-    """matplotlib's Figure class, with our style inside the block."""
+    """Yield matplotlib's Figure class, with our style applied inside the block."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as cause:
-        raise FigureError(f"figures need matplotlib, which is not installed: {how_to_install('figures')}") from cause
+        raise FigureError(f"figures need matplotlib: {how_to_install('figures')}") from cause
     with matplotlib.rc_context(fname=STYLE):
         yield Figure
 
 
 def draw(panels: Sequence[Sequence[Panel]], title: str = "", size: tuple[float, float] = (4.6, 2.9)) -> "Figure":
-    """A figure with these panels in rows and columns; `size` is that of one panel, in inches."""
+    """Draw panels in rows and columns; `size` is that of one panel, in inches."""
     with matplotlib_figure() as figure_class:
         rows, columns = len(panels), max(map(len, panels))
         figure = figure_class(figsize=(size[0] * columns, size[1] * rows), layout="constrained", dpi=DPI)
@@ -62,25 +62,24 @@ def draw(panels: Sequence[Sequence[Panel]], title: str = "", size: tuple[float, 
 
 
 def check_installed() -> None:
-    """Refuse before any work what could not be drawn after it."""
+    """Raise FigureError now if matplotlib is missing, not after minutes of work."""
     with matplotlib_figure():
         pass
 
 
 def check_path(path: str | Path) -> None:
-    """Refuse a file that no figure can be written to, before anything is read or drawn."""
     if Path(path).suffix.lower() not in FORMATS:
-        raise FigureError(f"a figure is written as {', '.join(FORMATS)}: {path} ends in none of them")
+        raise FigureError(f"cannot write a figure to {path}: the name must end in {', '.join(FORMATS)}")
 
 
 def save(figure: "Figure", path: str | Path) -> None:
-    """Write a figure in the format of the file's ending; the same figure gives the same bytes."""
+    """Write a figure in the format of the file's suffix; the same figure gives the same bytes."""
     check_path(path)
     write_atomically(Path(path), rendered(figure, Path(path).suffix.lower()[1:]))
 
 
 def rendered(figure: "Figure", kind: str, *, transparent: bool = False) -> bytes:
-    """A figure as png, svg or pdf."""
+    """Render a figure as png, svg or pdf."""
     buffer = io.BytesIO()
     with matplotlib_figure():
         figure.savefig(buffer, format=kind, dpi=DPI, transparent=transparent, metadata=UNDATED[kind])
@@ -88,17 +87,17 @@ def rendered(figure: "Figure", kind: str, *, transparent: bool = False) -> bytes
 
 
 def as_svg(figure: "Figure", description: str) -> str:
-    """A figure as SVG in the colour of the page's text."""
+    """Render a figure as inline SVG in the page's text colour."""
     svg = rendered(figure, "svg", transparent=True).decode()
     svg = svg[svg.index("<svg") :].replace("#000000", "currentColor")
-    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # several figures on one page would repeat them
+    svg = re.sub(r' id="[\w.]+_\d+"', "", svg)  # ids must be unique on a page with several figures
     return re.sub(r"<svg [^>]*?(?=viewBox)", f'<svg role="img" aria-label="{escape(description)}" ', svg, count=1)
 
 
 def draw_curves(
     axes: "Axes", runs: Mapping[str, Records], quantity: Literal["loss", "accuracy"], title: str = ""
 ) -> None:
-    """One quantity by epoch, or by step; a run without validation has its dotted line alone."""
+    """Plot a quantity by epoch or step: validation solid, training dotted."""
     factor = 100 if quantity == "accuracy" else 1
     unit = "step" if any("step" in record for records in runs.values() for record in records) else "epoch"
     others = cycle([COLOURS[0], *COLOURS[2:]])
@@ -112,21 +111,21 @@ def draw_curves(
     axes.plot([], [], ":", color="grey", label="on training images")
     axes.set(xlabel=unit, title=title or quantity, ylabel="%" if quantity == "accuracy" else "cross entropy")
     axes.locator_params(axis="x", integer=True)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, fontsize="small")  # curves may go anywhere
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, fontsize="small")  # clear of all curves
 
 
 def parameter_analysis(found: Sequence["Inspection"]) -> "Figure":
-    """The paper's last figure: the share of ones by layer of all tasks with masks, and k of each that learned it."""
+    """Draw the paper's last figure: share of ones by layer for tasks with masks, and k for those that learned it."""
     masked = [task for task in found if task.weights]
     panels: list[Panel] = [partial(draw_ones, tasks=masked)] if masked else []
     panels += [partial(draw_k, task=task) for task in found if learned_k(task)]
     if not panels:
-        raise FigureError("there is nothing to draw: none of these tasks has masks or k of its own")
+        raise FigureError("there is nothing to draw: none of these tasks has masks or learned k")
     return draw([[panel] for panel in panels])
 
 
 def draw_ones(axes: "Axes", tasks: Sequence["Inspection"], title: str = "share of ones") -> None:
-    """The share of ones in the mask of each layer, by depth; one colour per task."""
+    """Plot the share of ones in each layer's mask, one colour per task."""
     for task, colour in zip(tasks, cycle(COLOURS), strict=False):
         shares = [(i, 100 * layer.density) for i, layer in enumerate(task.layers, 1) if layer.density is not None]
         axes.plot(*zip(*shares, strict=True), color=colour, marker="o", markersize=2, label=label(task))
@@ -137,7 +136,7 @@ def draw_ones(axes: "Axes", tasks: Sequence["Inspection"], title: str = "share o
 
 
 def draw_k(axes: "Axes", task: "Inspection", title: str = "") -> None:
-    """k1, k2 and k3 of each layer, by depth; shaded from lowest to highest where each channel has its own."""
+    """Plot k1, k2 and k3 of each layer; with one k per channel, shade the range."""
     depths = range(1, len(task.layers) + 1)
     for i in learned_k(task):
         spreads = [layer.k[i] for layer in task.layers]
@@ -152,7 +151,7 @@ def draw_k(axes: "Axes", task: "Inspection", title: str = "") -> None:
 
 
 def learned_k(task: "Inspection") -> list[int]:
-    """Which of k1, k2 and k3 were learned: the file says so, or they differ from layer to layer."""
+    """Return which of k1, k2 and k3 were learned: those the file says, or that differ between layers."""
     if not task.layers or not all(layer.k for layer in task.layers):
         return []
     stated = task.metadata.options
@@ -160,6 +159,6 @@ def learned_k(task: "Inspection") -> list[int]:
 
 
 def label(task: "Inspection") -> str:
-    """The task's name, and its method where the name does not say it."""
+    """Return the task's name, with its method unless the name contains it."""
     metadata = task.metadata
     return metadata.name if metadata.method in metadata.name else f"{metadata.name}, {metadata.method}"

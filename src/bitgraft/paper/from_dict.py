@@ -1,4 +1,4 @@
-"""Dataclasses from the tables of TOML and JSON files."""
+"""Build dataclasses from TOML and JSON tables."""
 
 import difflib
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or
 
 
 def from_dict(kind: type[T], table: Any, where: str = "the file", *, ignore_unknown: bool = False) -> T:
-    """Build a dataclass; lists become tuples, tables inside become dataclasses, and null means the default.
+    """Build a dataclass; lists become tuples, nested tables dataclasses, and null the default.
 
     Raises:
-        ValueError: says where a field is missing, unknown or of the wrong type.
+        ValueError: a field is missing, unknown or of the wrong type; the message says where.
     """
     if not isinstance(table, Mapping):
         raise ValueError(f"{where} is {table!r}, not a table")
@@ -39,7 +39,7 @@ def from_dict(kind: type[T], table: Any, where: str = "the file", *, ignore_unkn
 
 
 def _value(value: Any, hint: Any, where: str, ignore_unknown: bool) -> Any:
-    if NoneType in get_args(hint):  # X | None; null was left out before
+    if NoneType in get_args(hint):  # X | None; the caller has handled null
         hint = get_args(hint)[0]
     inside, origin = get_args(hint), get_origin(hint)
     if is_dataclass(hint):

@@ -1,6 +1,6 @@
-"""The size of tasks, from a network's shapes alone: the paper's "# Params" rows, and the size of task files.
+"""Count the size of tasks from a network's shapes: the paper's "# Params" rows, and the size of task files.
 
-Everything is counted on the meta device, where tensors have shapes but take no memory.
+Everything is counted on the meta device, where tensors have shapes but no memory.
 """
 
 import json
@@ -26,20 +26,20 @@ class Row:
 
     method: str
     bits: float
-    """Of one added task, as the paper counts: no classifier, no running statistics (mean over the tasks)."""
+    """Mean size of an added task as the paper counts it, without classifier and running statistics."""
     file_bytes: float
-    """Its file without the classifier, with running statistics and header (mean over the tasks)."""
+    """Mean size of its file without the classifier, with running statistics and header."""
     relative: float
-    """1 + bits · (tasks - 1) / (32 N), N the backbone's parameters without its classifier."""
+    """1 + bits · (tasks - 1) / (32 N), where N is the number of backbone parameters without the classifier."""
     relative_files: float
-    """The same from the files: (backbone + all task files) / backbone."""
+    """The same ratio from file sizes: (backbone + all task files) / backbone."""
     printed: str | None = None
-    """What the paper prints."""
+    """The number in the paper."""
 
 
 @dataclass(frozen=True)
 class Account:
-    """One backbone, a number of tasks (its own included), and a row for each method."""
+    """Task sizes on one backbone, one row per method; `tasks` includes the backbone's own."""
 
     backbone: str
     tasks: int
@@ -48,7 +48,7 @@ class Account:
 
 
 def paper_accounts() -> list[Account]:
-    """The paper's rows, counted."""
+    """Count the rows of the paper."""
     return [
         account(read_backbone(one["backbone"]), one["tasks"], one["backbone"], one["printed"], list(one["printed"]))
         for one in published()["params"]
@@ -62,7 +62,7 @@ def account(
     printed: Mapping[str, str] | None = None,
     methods: list[str] | None = None,
 ) -> Account:
-    """Count each method (by default all) for a number of tasks, the backbone's own included."""
+    """Count each method, by default all of them; `tasks` includes the backbone's own."""
     if not anatomy.head_known:
         raise unknown_head(anatomy.backbone)
     rows, parameters = [], headless_parameters(anatomy)
@@ -84,13 +84,13 @@ def account(
 
 
 def headless_parameters(anatomy: Anatomy) -> int:
-    """The backbone's parameters without its classifier, as the paper counts."""
+    """Return the number of backbone parameters without the classifier, as the paper counts them."""
     head = set(anatomy.head_names())
     return sum(p.numel() for name, p in anatomy.backbone.named_parameters() if name not in head)
 
 
 def file_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """The size of a task file with these tensors: their bytes and the header's entries. Metadata adds about 1 kB."""
+    """Return the size of a task file with these tensors and their header entries. Metadata adds about 1 kB."""
     start, header = 0, {}
     for name, tensor in tensors.items():
         end = start + tensor.nbytes
@@ -100,7 +100,7 @@ def file_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def _cost(anatomy: Anatomy, method: registry.Method) -> tuple[int, int]:
-    """Bits and bytes of one task without a head, as `bitgraft.format.archive` would write it."""
+    """Return the bits and the file size of one task without a head, as `bitgraft.format.archive` would write it."""
     transforms = registry.transforms(method, anatomy, method.options, None)
     owned = registry.owned(method, anatomy, method.options)
     task = Task(Metadata(method.name, method.name, {}, "keep"), anatomy, transforms, owned, None)
@@ -112,10 +112,10 @@ def _cost(anatomy: Anatomy, method: registry.Method) -> tuple[int, int]:
 
 
 def _packed_cost(anatomy: Anatomy, method: registry.Method, tasks: int) -> tuple[float, float]:
-    """PackNet by its definition: building a task would need the values of the weights.
+    """Compute PackNet's cost by definition, because building a task would need the values of the weights.
 
-    The paper counts all tasks together: each weight belongs to one of them, and a few bits say to which. A file also
-    holds the values that its task owns; together the files own what the backbone gave up, each weight once.
+    The paper counts all tasks together: each weight belongs to one task, and a few bits say which. A file also holds
+    the values that its task owns; together the files hold every weight that the backbone gave up once.
     """
     options = method.options
     assert isinstance(options, packnet.PacknetOptions)
@@ -126,5 +126,5 @@ def _packed_cost(anatomy: Anatomy, method: registry.Method, tasks: int) -> tuple
         given_up = size - round(size * options.keep)
         held[f"{name}:mask"] = torch.empty(packed_size(size), dtype=torch.uint8, device="meta")
         held[f"{name}:values"] = torch.empty(given_up // added, device="meta")
-    first = sum(map(packed_size, sizes.values()))  # the first file also says which weights it found free
+    first = sum(map(packed_size, sizes.values()))  # the first file also stores which weights were free
     return bits / added, file_bytes(held) + first / added

@@ -1,4 +1,4 @@
-"""The Visual Decathlon's score, and submissions to it."""
+"""The Visual Decathlon's score S, and scoring of submissions."""
 
 import json
 import tomllib
@@ -15,14 +15,14 @@ PERFECT = 1000.0
 
 
 def decathlon_score(error: float, baseline: float) -> float:
-    """S of one domain, α · max(0, Emax - E)² with Emax = 2 · baseline and α = 1000 / Emax²; both errors in per cent."""
+    """Return S of one domain, α · max(0, Emax - E)² with Emax = 2 · baseline and α = 1000 / Emax²; errors in %."""
     worst = 2 * baseline
     return PERFECT * worst**-2 * max(0.0, worst - error) ** 2
 
 
 @dataclass(frozen=True)
 class Baselines:
-    """Errors, in per cent, of networks fine-tuned on each domain alone."""
+    """Errors in per cent of networks fine-tuned on each domain alone."""
 
     errors: Mapping[str, float]
     source: str
@@ -30,13 +30,13 @@ class Baselines:
     def error(self, domain: str) -> float:
         if domain not in self.errors:
             known = ", ".join(self.errors)
-            raise DataError(f"there is no baseline error for {domain} in {self.source}, only for {known}; add it")
+            raise DataError(f"there is no baseline error for {domain} in {self.source}; it has {known}")
         return self.errors[domain]
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The right answers of one domain."""
+    """The test labels of one domain."""
 
     domain: str
     answers: Mapping[int, int]
@@ -50,7 +50,7 @@ class DomainScore:
     images: int
     correct: int
     baseline: float
-    """Error, in per cent."""
+    """Baseline error in per cent."""
 
     @property
     def accuracy(self) -> float:
@@ -90,28 +90,28 @@ def challenge_baselines() -> Baselines:
 
 
 def domain_titles() -> dict[str, str]:
-    """The ten domains in the order of the paper's tables, and their titles there."""
+    """Return the ten domains and their titles, in the order of the paper's tables."""
     return dict(_challenge()["titles"])
 
 
 def read_baselines(file: Path) -> Baselines:
-    """A TOML file with a table `errors`: the error of each domain in per cent."""
+    """Read a TOML file with a table `errors`: the error of each domain in per cent."""
 
     def parse(text: bytes) -> dict[str, float]:
         errors = tomllib.loads(text.decode())["errors"]
         if all(type(error) in (int, float) and 0 < error <= 100 for error in errors.values()):
             return dict(errors)
-        raise ValueError("each domain has a line such as gtsrb = 2.47 below [errors], above 0 and at most 100 per cent")
+        raise ValueError("each domain needs a line such as gtsrb = 2.47 in [errors], above 0 and at most 100 per cent")
 
     return Baselines(_read(file, "baseline errors in", parse), str(file))
 
 
 def read_labels(folder: Path) -> list[Labels]:
-    """Every `<domain>_test.json` in a folder of annotations, in the order of the paper's tables."""
+    """Read every `<domain>_test.json` in a folder of annotations, in the order of the paper's tables."""
     suffix, order = "_test.json", list(domain_titles())
     files = {file.name.removesuffix(suffix): file for file in sorted(folder.glob(f"*{suffix}"))}
     if not files:
-        raise DataError(f"there are no test labels in {folder}: no file is called <domain>{suffix}, as in the devkit")
+        raise DataError(f"there are no test labels in {folder}: the devkit calls them <domain>{suffix}")
     found = sorted(files, key=lambda name: order.index(name) if name in order else len(order))
     labels = [_read_labels(files[name], name) for name in found]
     homes: dict[int, str] = {}
@@ -131,24 +131,24 @@ def _read_labels(file: Path, domain: str) -> Labels:
 
     images, answers, categories = _read(file, "the annotations", parse)
     if not images or images != set(answers):
-        bare = len(images - set(answers))
-        raise DataError(f"{file} has no label for {bare} of its {len(images)} images; a stripped file cannot be scored")
-    if strange := set(answers.values()) - categories:
-        raise DataError(f"{file}: {len(strange)} labels are not among its categories, first {min(strange)}")
+        unlabelled = len(images - set(answers))
+        raise DataError(f"{file} has no label for {unlabelled} of its {len(images)} images, so it cannot be scored")
+    if unknown := set(answers.values()) - categories:
+        raise DataError(f"{file}: {len(unknown)} labels are not among its categories; the first is {min(unknown)}")
     return Labels(domain, answers, categories)
 
 
 def read_submission(file: Path) -> list[tuple[int, int]]:
-    """The challenge's format: one flat list of {"image_id", "category_id"}."""
+    """Read a submission in the challenge's format: one flat list of {"image_id", "category_id"}."""
     entries = _read(file, "the submission", json.loads)
     if not isinstance(entries, list):
-        raise DataError(f'{file} is no submission: it takes one list of {{"image_id": ..., "category_id": ...}}')
+        raise DataError(f'{file} is not a submission, a list of {{"image_id": ..., "category_id": ...}}')
     pairs = []
     for place, entry in enumerate(entries):
         image, category = (entry.get("image_id"), entry.get("category_id")) if isinstance(entry, dict) else (None, None)
-        if type(image) is not int or type(category) is not int:  # isinstance takes true for an int
+        if type(image) is not int or type(category) is not int:  # isinstance accepts bool as int
             shown = json.dumps(entry)[:80]
-            raise DataError(f"{file}: entry {place} has no whole numbers image_id and category_id: {shown}")
+            raise DataError(f"{file}: entry {place} lacks an integer image_id or category_id: {shown}")
         pairs.append((image, category))
     return pairs
 
@@ -156,7 +156,7 @@ def read_submission(file: Path) -> list[tuple[int, int]]:
 def score_submission(
     pairs: Sequence[tuple[int, int]], labels: Sequence[Labels], baselines: Baselines | None = None
 ) -> Score:
-    """Score answers (image, category); each image of each domain must be answered exactly once."""
+    """Score predictions (image, category); every test image must have exactly one."""
     _check(pairs, {image: one.categories for one in labels for image in one.answers})
     baselines, given = baselines or challenge_baselines(), dict(pairs)
     domains = []
@@ -167,7 +167,7 @@ def score_submission(
 
 
 def _check(pairs: Sequence[tuple[int, int]], categories: Mapping[int, Collection[int]]) -> None:
-    """Refuse answers that cannot be scored; `categories` are those that each test image may have."""
+    """Raise DataError for predictions that cannot be scored; `categories` holds the allowed ones of each image."""
     times = Counter(image for image, _ in pairs)
     faults = {
         "answered more than once": [image for image, count in times.items() if count > 1],
@@ -175,16 +175,16 @@ def _check(pairs: Sequence[tuple[int, int]], categories: Mapping[int, Collection
         "unknown": [image for image in times if image not in categories],
         "given a category_id that is not in the annotations": [i for i, c in pairs if c not in categories.get(i, [c])],
     }
-    said = [
+    found = [
         f"{len(ids)} image id{' is' if len(ids) == 1 else 's are'} {fault} "
         f"({', '.join(map(str, ids[:3]))}{', ...' if len(ids) > 3 else ''})"
         for fault, ids in faults.items()
         if ids
     ]
-    if said:
+    if found:
         raise DataError(
-            f"the submission must answer each test image once, with an id of its category (not a number from 0), but "
-            f"{'; '.join(said)}"
+            "the submission needs one category_id of the annotations (not a class index from 0) per test image, but "
+            + "; ".join(found)
         )
 
 

@@ -1,1 +1,1 @@
-"""Suites of runs: data sets, methods and seeds under one protocol, and a record of each run."""
+"""Benchmark suites: data sets, methods and seeds under one protocol, with a record of each run."""

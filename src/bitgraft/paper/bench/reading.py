@@ -1,4 +1,4 @@
-"""Suites from TOML files: the built-in ones by name, or a user's own, which may start from another one."""
+"""Load suites from TOML files: a built-in one by name, or a user's own, which may extend another."""
 
 import difflib
 import tomllib
@@ -24,12 +24,12 @@ def built_in() -> list[str]:
 
 
 def contents() -> dict[str, dict[str, Any]]:
-    """The built-in suites as their files state them, for a list; they are checked when they are loaded."""
+    """Return the tables of the built-in suites' files, unchecked, for a listing."""
     return {name: _content(name) for name in built_in()}
 
 
 def load_suite(name: str | Path) -> Suite:
-    """A built-in suite by its name, or one from a TOML file."""
+    """Load a built-in suite by name, or a TOML file by path."""
     content = _content(name)
     try:
         return parse(content)
@@ -38,6 +38,7 @@ def load_suite(name: str | Path) -> Suite:
 
 
 def parse(content: Mapping[str, Any]) -> Suite:
+    """Build a suite from its table, with the preset's options in each row, and check that it can be run."""
     try:
         suite = from_dict(Suite, content)
     except ValueError as fault:
@@ -50,36 +51,34 @@ def parse(content: Mapping[str, Any]) -> Suite:
 
 
 def _content(name: str | Path, seen: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The content of a file, with what it does not set taken from the suite that it is `like`."""
+    """Return the table of a file, merged over that of the suite it extends (`like`)."""
     try:
         own = tomllib.loads(_text(name))
     except OSError as cause:
-        raise SuiteError(f"cannot read the suite {name}: {cause.strerror}") from cause
+        raise SuiteError(f"cannot read suite {name}: {cause.strerror}") from cause
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
         raise SuiteError(f"suite {name}: {fault}") from fault
-    base = own.pop("like", None)
-    if base is None:
+    like = own.pop("like", None)
+    if like is None:
         return own
-    if not isinstance(base, str):
-        raise SuiteError(f"suite {name}: like is {base!r}, not the name of a suite or a .toml file")
-    if base in seen:
-        raise SuiteError(f"suite {name} is like {base}, which is like it again")
-    other = _content(Path(name).parent / base if base.endswith(".toml") else base, (*seen, base))
-    made = other | own
+    if not isinstance(like, str):
+        raise SuiteError(f"suite {name}: like is {like!r}, not the name of a suite or a .toml file")
+    if like in seen:
+        raise SuiteError(f"suite {name} extends itself through {like}")
+    base = _content(Path(name).parent / like if like.endswith(".toml") else like, (*seen, like))
+    merged = base | own
     for part, key in (("datasets", "name"), ("rows", "row")):
-        known = {table[key]: table for table in other.get(part, ())}
-        wanted = made.get(part)
+        known = {table[key]: table for table in base.get(part, ())}
+        wanted = merged.get(part)
         if not isinstance(wanted, list):
             continue
-        if strange := [word for word in wanted if isinstance(word, str) and word not in known]:
-            raise SuiteError(
-                f"suite {name}: {part} has {strange[0]!r}, but the suite that it is like has {', '.join(known)}"
-            )
-        made[part] = [known[word] if isinstance(word, str) else word for word in wanted]
-        if part == "rows" and isinstance(made.get("datasets"), list):
-            names = {table.get("name") for table in made["datasets"] if isinstance(table, Mapping)}
-            made[part] = [{**row, **narrowed(row, names)} if row in other["rows"] else row for row in made[part]]
-    return made
+        if unknown := [word for word in wanted if isinstance(word, str) and word not in known]:
+            raise SuiteError(f"suite {name}: {part} has {unknown[0]!r}, but {like} has only {', '.join(known)}")
+        merged[part] = [known[word] if isinstance(word, str) else word for word in wanted]
+        if part == "rows" and isinstance(merged.get("datasets"), list):
+            names = {table.get("name") for table in merged["datasets"] if isinstance(table, Mapping)}
+            merged[part] = [{**row, **narrowed(row, names)} if row in base["rows"] else row for row in merged[part]]
+    return merged
 
 
 def _text(name: str | Path) -> str:
@@ -88,35 +87,35 @@ def _text(name: str | Path) -> str:
     if name not in built_in():
         close = difflib.get_close_matches(str(name), built_in(), 1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise SuiteError(f"there is no suite {name!r}; {hint}known are {', '.join(built_in())}, or a .toml file")
+        raise SuiteError(f"there is no suite {name!r}; {hint}known suites: {', '.join(built_in())}, or a .toml file")
     return (FOLDER / f"{name}.toml").read_text(encoding="utf-8")
 
 
 def _check(suite: Suite) -> None:
-    """Refuse before the first run what could not be run."""
+    """Raise SuiteError for anything that would fail in a run."""
     if not suite.datasets or not suite.rows:
-        raise SuiteError("it needs at least one of [[datasets]] and of [[rows]]")
+        raise SuiteError("at least one [[datasets]] table and one [[rows]] table are needed")
     names, labels = [dataset.name for dataset in suite.datasets], [row.row for row in suite.rows]
     for kind, given in (("data set", names), ("row", labels)):
         for name in given:
             try:
                 check_name(name)
             except BitgraftError as fault:
-                raise SuiteError(f"the {kind} {name!r} is a folder's name, too: {fault}") from fault
+                raise SuiteError(f"the name of {kind} {name!r} is used as a folder name: {fault}") from fault
             if given.count(name) > 1:
-                raise SuiteError(f"two of the {kind}s are called {name!r}")
+                raise SuiteError(f"two {kind}s are called {name!r}")
     if ORIGINAL in labels:
         raise SuiteError(f"no row can be called {ORIGINAL!r}: that is the backbone on its own data")
     if suite.baseline not in (None, *labels):
-        raise SuiteError(f"the baseline is {suite.baseline!r}, which is none of the rows")
+        raise SuiteError(f"the baseline {suite.baseline!r} is not one of the rows {', '.join(labels)}")
     if (own := suite.backbone.trained_on) not in (None, *names):
-        raise SuiteError(f"the backbone is trained on {own!r}, which is none of the data sets {', '.join(names)}")
+        raise SuiteError(f"trained_on is {own!r}, not one of the data sets {', '.join(names)}")
     for dataset in suite.datasets:
-        if strange := set(dataset.images) - set(SPLITS):
-            raise SuiteError(f"data set {dataset.name}: images are those of {', '.join(SPLITS)}, not {min(strange)!r}")
+        if unknown := set(dataset.images) - set(SPLITS):
+            raise SuiteError(f"data set {dataset.name}: images counts {', '.join(SPLITS)}, not {min(unknown)!r}")
     for row in (*suite.rows, suite.row(ORIGINAL)):
-        if strange := set(row.order + (row.datasets or ())) - set(names):
-            raise SuiteError(f"row {row.row}: there is no data set {min(strange)!r}; known are {', '.join(names)}")
+        if unknown := set(row.order + (row.datasets or ())) - set(names):
+            raise SuiteError(f"row {row.row}: there is no data set {min(unknown)!r}; known: {', '.join(names)}")
         try:
             registry.get(row.method).with_options(row.options)
             for dataset in suite.datasets:

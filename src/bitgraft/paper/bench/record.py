@@ -1,4 +1,4 @@
-"""What a run leaves behind: where it is, whether it is there already, and what is in it."""
+"""Records of runs: their paths, their content, and whether a run already has one."""
 
 import datetime
 import json
@@ -18,6 +18,7 @@ from bitgraft import __version__
 from bitgraft.backbone.files import write_atomically
 from bitgraft.data.images import Splits
 from bitgraft.errors import SuiteError
+from bitgraft.format.summary import read_summary
 from bitgraft.methods import registry
 from bitgraft.paper.bench.suite import SPLITS, Cell, Suite, settings
 from bitgraft.paper.parameter_counts import headless_parameters
@@ -33,7 +34,7 @@ def store_folder(runs: Path, cell: Cell) -> Path:
 
 
 def backbone_file(runs: Path) -> Path:
-    """The weights of a backbone that the suite trains first."""
+    """Return the path of the backbone weights that a suite with `trained_on` trains first."""
     return runs / ORIGINAL / "backbone.safetensors"
 
 
@@ -42,39 +43,41 @@ def record_path(runs: Path, cell: Cell, dataset: str) -> Path:
 
 
 def finished(suite: Suite, runs: Path, cell: Cell) -> list[str]:
-    """The data sets of a run that have a record already."""
-    if suite.leads(cell) and not backbone_file(runs).exists():
+    """Return the data sets of a run that already have a record."""
+    if suite.trains_backbone(cell) and not backbone_file(runs).exists():
         return []
     return [name for name in cell.datasets if _is_recorded(suite, cell, name, record_path(runs, cell, name))]
 
 
 def _is_recorded(suite: Suite, cell: Cell, name: str, path: Path) -> bool:
-    """Whether there is a record with these settings; one with others is refused."""
+    """Return whether there is a record; raise SuiteError if it was made with other settings."""
     row, dataset = suite.row(cell.row), suite.dataset(name)
     try:
         content = json.loads(path.read_text())
-        held = asdict(PAPER) | content["settings"] | current_names(content["config"])  # a later setting: off
+        held = asdict(PAPER) | content["settings"] | current_names(content["config"])  # newer settings were off
     except FileNotFoundError:
         return False
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
-        raise SuiteError(f"the record {path} is damaged ({fault}): remove it to have the run made again") from fault
+        raise SuiteError(f"the record {path} is damaged ({fault}); delete it to repeat the run") from fault
     wanted = settings(suite, row, dataset) | asdict(suite.config_of(row, dataset, cell.seed))
-    if other := [key for key, value in json.loads(json.dumps(wanted)).items() if held.get(key) != value]:
+    if differing := [key for key, value in json.loads(json.dumps(wanted)).items() if held.get(key) != value]:
         raise SuiteError(
-            f"the record {path} was made with other settings ({', '.join(other)}): give another --runs folder, or "
-            "remove it"
+            f"the record {path} was made with other settings ({', '.join(differing)}); use another --runs folder or "
+            "delete it"
         )
     return True
 
 
 def of_run(result: TrainResult, clock: Clock) -> dict[str, Any]:
-    """What was measured on a task that was trained."""
+    """Return the measurements of a trained task."""
     name, last = result.task.name, result.history[-1]
+    weights = sum(weight.shape.numel() for weight in result.task.anatomy.weights.values())
     return {
         "last": accuracies(of_task(last, name), result.test),
         "selected": accuracies(of_task(result.best or last, name), result.best_test),
         "bits": result.task.bits(statistics=False),
         "backbone_bits": 32 * headless_parameters(result.task.anatomy),
+        "bits_per_weight": read_summary(result.path).bits_per(weights),
         "file_bytes": result.path.stat().st_size,
         "seconds": round(clock.seconds, 2),
         "processor_seconds": round(clock.processor_seconds, 2),
@@ -130,6 +133,6 @@ def write_record(suite: Suite, cell: Cell, runs: Path, name: str, splits: Splits
 
 
 def _peak_memory() -> int:
-    """Bytes that this process had at most, libraries included."""
+    """Return this process's peak resident memory in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

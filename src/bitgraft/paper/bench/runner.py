@@ -1,4 +1,4 @@
-"""Runs what is left of a suite, each run in a process of its own."""
+"""Run the unfinished runs of a suite, each in its own process."""
 
 import contextlib
 import json
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from bitgraft.backbone.files import write_atomically
 from bitgraft.paper.bench.record import finished, record_path
@@ -20,12 +19,12 @@ from bitgraft.paper.from_dict import from_dict
 from bitgraft.paper.report import records as report
 
 STOPPED = 3
-"""The exit code of a worker that was stopped and can be resumed."""
+"""Exit code of a worker that was stopped and can be resumed."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where data are, where records go, and what a run may use."""
+    """Folders of the data and of the runs, and the resources of one run."""
 
     root: Path
     runs: Path
@@ -35,7 +34,7 @@ class Place:
 
 @dataclass
 class Board:
-    """What is done, what has failed and why, and what is left."""
+    """Progress of a suite: finished runs, failed runs with their errors, and the rest."""
 
     suite: Suite
     done: list[Cell] = field(default_factory=list)
@@ -51,8 +50,8 @@ def plan(suite: Suite, runs: Path) -> Board:
     return board
 
 
-def work(suite: Suite, cell: Cell, place: Place, stop: threading.Event) -> str | None:
-    """Make one run in a process of its own; returns why it failed, or None."""
+def run_worker(suite: Suite, cell: Cell, place: Place, stop: threading.Event) -> str | None:
+    """Do one run in its own process; return the error if it failed."""
     threads = str(place.threads)
     folders = {"root": str(place.root.resolve()), "runs": str(place.runs.resolve())}
     with tempfile.TemporaryFile("w+") as errors:
@@ -63,9 +62,9 @@ def work(suite: Suite, cell: Cell, place: Place, stop: threading.Event) -> str |
             stderr=errors,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
-            start_new_session=True,  # Ctrl-C reaches the parent only
+            start_new_session=True,  # Ctrl-C reaches only the parent
         )
-        with contextlib.suppress(BrokenPipeError), process:  # leaving closes its input, which tells it to stop
+        with contextlib.suppress(BrokenPipeError), process:  # leaving closes its stdin, which tells it to stop
             assert process.stdin is not None
             job = {"suite": asdict(suite), "cell": asdict(cell), **asdict(place), **folders}
             process.stdin.write(json.dumps(job) + "\n")
@@ -73,16 +72,16 @@ def work(suite: Suite, cell: Cell, place: Place, stop: threading.Event) -> str |
             while process.poll() is None and not stop.wait(0.05):
                 pass
         errors.seek(0)
-        said = errors.read()
+        stderr = errors.read()
     code = process.returncode
     if code == 0:
         return None
     if code == STOPPED:
-        return "stopped; the same command goes on with it"
+        return "stopped; run the same command again to resume"
     if code < 0:
-        return f"the process was ended by signal {-code}"
-    _, marked, fault = said.rpartition("error: ")
-    return fault.strip() if marked else said.strip().rpartition("\n")[2] or f"exit code {code}"
+        return f"the process was killed by signal {-code}"
+    _, marked, fault = stderr.rpartition("error: ")
+    return fault.strip() if marked else stderr.strip().rpartition("\n")[2] or f"exit code {code}"
 
 
 def run(
@@ -90,12 +89,12 @@ def run(
     place: Place,
     jobs: int = 1,
     changed: Callable[[Board], None] = lambda board: None,
-    work: Callable[[Suite, Cell, Place, threading.Event], str | None] = work,
+    work: Callable[[Suite, Cell, Place, threading.Event], str | None] = run_worker,
 ) -> Board:
-    """Make the runs without a record, `jobs` at a time.
+    """Do the runs without a record, `jobs` at a time, and call `changed` after each.
 
-    A run that fails does not hold up the others, unless it trains the backbone. What interrupts this stops all runs in
-    a state that can be resumed.
+    A failed run does not stop the others, unless it trains the backbone. On an exception such as KeyboardInterrupt all
+    runs stop in a state that can be resumed.
     """
     board, stop, lock = plan(suite, place.runs), threading.Event(), threading.Lock()
     changed(board)
@@ -110,8 +109,8 @@ def run(
                 board.failed[cell] = fault
             changed(board)
 
-    leading = [cell for cell in board.left if suite.leads(cell)]
-    for cells in (leading, [cell for cell in board.left if cell not in leading]):
+    first = [cell for cell in board.left if suite.trains_backbone(cell)]
+    for cells in (first, [cell for cell in board.left if cell not in first]):
         with ThreadPoolExecutor(jobs) as pool:
             try:
                 list(pool.map(make, cells if not board.failed else ()))
@@ -121,14 +120,8 @@ def run(
     return board
 
 
-def records(suite: Suite, runs: Path) -> list[dict[str, Any]]:
-    """All records of the suite so far."""
-    paths = (record_path(runs, cell, name) for cell in suite.cells() for name in cell.datasets)
-    return [json.loads(path.read_text()) for path in paths if path.exists()]
-
-
 def adopt(source: Path, runs: Path) -> None:
-    """Take over records that a report keeps (records.jsonl), where `runs` has none of its own: they are done."""
+    """Copy the records of a report (records.jsonl) into `runs`, unless it has its own; those runs count as done."""
     for known in report.read_records(source):
         path = record_path(runs, Cell(known.row, known.seed, (known.dataset,)), known.dataset)
         if not path.exists():
@@ -137,7 +130,7 @@ def adopt(source: Path, runs: Path) -> None:
 
 
 def describe(suite: Suite, runs: Path) -> None:
-    """Write the order and titles of the table's rows and columns for `bitgraft report`."""
+    """Write the order and titles of rows and columns for `bitgraft report`."""
     about = asdict(from_dict(report.Suite, asdict(suite), ignore_unknown=True))
     runs.mkdir(parents=True, exist_ok=True)
     write_atomically(runs / report.SUITE, (json.dumps(about, indent=1) + "\n").encode())

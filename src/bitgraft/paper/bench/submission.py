@@ -1,4 +1,4 @@
-"""A row's predictions for the test images, in the format of the Visual Decathlon."""
+"""Write a row's predictions on the test images in the Visual Decathlon's submission format."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ from bitgraft.workflows.train_task import preprocessing_for
 
 
 def write_submission(suite: Suite, root: Path, runs: Path, path: Path) -> int:
-    """Write the predictions of a suite's only row, with its first seed; returns how many there are."""
+    """Write the predictions of a suite's only row, with its first seed; return their number."""
     (row,) = suite.rows
     seed = suite.seeds_of(row)[0]
     store = Store(store_folder(runs, Cell(row.row, seed, ())))
@@ -30,7 +30,7 @@ def write_submission(suite: Suite, root: Path, runs: Path, path: Path) -> int:
     for dataset in suite.datasets:
         splits = open_data(dataset.data, root=root, seed=seed)
         if splits.test is None:
-            raise SuiteError(f"data set {dataset.name} has no test images to answer for")
+            raise SuiteError(f"data set {dataset.name} has no test images to predict")
         if dataset.original and dataset.name not in store.names():
             task, config = net.original, suite.config_of(suite.row(ORIGINAL), dataset, 0)
             preprocessing = preprocessing_for(net, config)
@@ -41,8 +41,8 @@ def write_submission(suite: Suite, root: Path, runs: Path, path: Path) -> int:
         labels = predicted(net, task, splits.test, preprocessing)
         if max(labels, default=0) >= len(splits.classes):
             raise SuiteError(
-                f"the backbone answers with more classes than the {len(splits.classes)} of {dataset.name}: it was "
-                "trained on other data"
+                f"the backbone predicts more classes than the {len(splits.classes)} of {dataset.name}: it was trained "
+                "on other data"
             )
         answers.append((splits, labels))
     rows = submission(answers)
@@ -52,7 +52,7 @@ def write_submission(suite: Suite, root: Path, runs: Path, path: Path) -> int:
 
 @torch.no_grad()
 def predicted(net: Network, task: str, images: Images, preprocessing: Preprocessing, workers: int = 0) -> list[int]:
-    """The class that a task sees in each image."""
+    """Return the predicted class of each image."""
     data = ImageDataset(images, preprocessing)
     loader = torch.utils.data.DataLoader(data, batch_size=128, num_workers=workers)
     net.eval()

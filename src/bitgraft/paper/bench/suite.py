@@ -1,4 +1,4 @@
-"""A benchmark as data: data sets, a backbone, a protocol, rows and seeds."""
+"""A benchmark suite as dataclasses: data sets, a backbone, a protocol, rows and seeds."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,19 +19,19 @@ class Dataset:
 
     name: str
     data: str
-    """As `bitgraft.open_data` takes it; relative folders start at the suite's root."""
+    """The argument of `bitgraft.open_data`; relative folders start at the suite's root."""
     title: str = ""
     images: Mapping[str, int] = field(default_factory=dict)
-    """The number that each split must have."""
+    """Expected number of images per split."""
     classes: int | None = None
     source: str = ""
-    """Where it comes from, and how to get it."""
+    """Where to download it."""
     checksums: Mapping[str, str] = field(default_factory=dict)
-    """Published ones, "md5:..." or "sha256:...", by file below the root; checked where the file is still there."""
+    """Published checksums, "md5:..." or "sha256:...", by file relative to the root; checked if the file exists."""
     val_share: float = 0.1
-    """Held back for validation where there is no such split."""
+    """Share held out for validation if there is no validation split."""
     original: bool = False
-    """The backbone's own data: tried, not trained on."""
+    """The backbone's own data: evaluated, not trained on."""
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -45,13 +45,12 @@ class Row:
     options: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     order: tuple[str, ...] = ()
-    """The order in which tasks are added, where that matters (PackNet)."""
+    """The order in which tasks are added, for methods that depend on it (PackNet)."""
     seeds: tuple[int, ...] | None = None
     datasets: tuple[str, ...] | None = None
-    """Only these; a joint row may name the backbone's own data, too."""
+    """Only these data sets; a joint row may include the backbone's own."""
 
     def trains_on(self, dataset: Dataset) -> bool:
-        """On the backbone's own data only if the row names them."""
         return not dataset.original if self.datasets is None else dataset.name in self.datasets
 
 
@@ -61,14 +60,14 @@ class Backbone:
     weights: str | None = None
     pretrained: bool = True
     trained_on: str | None = None
-    """First train the whole network on this data set, which then is the backbone's own."""
+    """First train the whole network on this data set, which becomes the backbone's own."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """For that training."""
+    """Training settings of the backbone."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: a row, a seed and a data set, or several where they are one run (PackNet's chain, joint training)."""
+    """One run: a row, a seed, and one data set, or several for PackNet's chain and joint training."""
 
     row: str
     seed: int
@@ -87,7 +86,7 @@ class Suite:
     title: str = ""
     form: Form = "accuracy"
     baseline: str | None = None
-    """The row whose errors S is measured against, in the decathlon's form; by default the challenge's own."""
+    """The row whose errors define the decathlon score S; by default the challenge's baselines."""
     preset: str = "quick"
     seeds: tuple[int, ...] = (0,)
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -105,16 +104,16 @@ class Suite:
         return self.seeds if row.seeds is None else row.seeds
 
     def config_of(self, row: Row, dataset: Dataset, seed: int) -> Config:
-        """The preset, then what the suite, the data set and last the row change."""
+        """Return the preset, overridden by the suite, then the data set, then the row."""
         config = preset(self.preset, row.method)
         for changes in (self.config, dataset.config, row.config):
             config = config.changed(**changes)
         return config.changed(seed=seed)
 
     def cells(self) -> Iterator[Cell]:
-        """All runs in the order to make them; a row's chain or joint training is one run."""
+        """Yield all runs in order; a PackNet chain or joint training is one run."""
         own = [Cell(ORIGINAL, 0, (dataset.name,)) for dataset in self.datasets if dataset.original]
-        yield from filter(self.leads, own)
+        yield from filter(self.trains_backbone, own)
         for row in self.rows:
             names = [dataset.name for dataset in self.datasets if row.trains_on(dataset)]
             method, ordered = registry.get(row.method), [name for name in row.order if name in names]
@@ -122,18 +121,18 @@ class Suite:
             groups = [together] if method.depends_on_previous or method.joint else [[name] for name in names]
             for seed in self.seeds_of(row):
                 yield from (Cell(row.row, seed, tuple(group)) for group in groups if group)
-        yield from (cell for cell in own if not self.leads(cell))
+        yield from (cell for cell in own if not self.trains_backbone(cell))
 
-    def leads(self, cell: Cell) -> bool:
-        """Whether the other runs wait for this one, which trains their backbone."""
+    def trains_backbone(self, cell: Cell) -> bool:
+        """Return whether this run trains the backbone, which all other runs then wait for."""
         return cell.row == ORIGINAL and self.backbone.trained_on in cell.datasets
 
     def chosen(self, rows: Sequence[str] = (), seeds: Sequence[int] = (), datasets: Sequence[str] = ()) -> "Suite":
-        """The same with only some of its rows, seeds or data sets."""
+        """Return the suite with only some of its rows, seeds or data sets."""
         known = {"row": [row.row for row in self.rows], "data set": [dataset.name for dataset in self.datasets]}
         for kind, wanted in (("row", rows), ("data set", datasets)):
-            if strange := [name for name in wanted if name not in known[kind]]:
-                raise SuiteError(f"suite {self.name} has no {kind} {strange[0]!r}; it has {', '.join(known[kind])}")
+            if unknown := [name for name in wanted if name not in known[kind]]:
+                raise SuiteError(f"suite {self.name} has no {kind} {unknown[0]!r}; it has {', '.join(known[kind])}")
         names = {*datasets, self.backbone.trained_on} if datasets else set(known["data set"])
         kept = [row for row in self.rows if not rows or row.row in rows]
         return replace(
@@ -146,19 +145,19 @@ class Suite:
 
 
 def narrowed(row: Mapping[str, Any], names: Collection[str | None]) -> dict[str, Any]:
-    """What a row says of data sets, without those that are not among the names."""
+    """Return the row's `order` and `datasets`, limited to these names."""
     return {part: tuple(n for n in row[part] if n in names) for part in ("order", "datasets") if row.get(part)}
 
 
 def on_backbone(suite: Suite, name: str, weights: str | None, pretrained: bool) -> Suite:
-    """The same with another backbone; a suite that trains its backbone first does so unless there are weights."""
+    """Return the suite with another backbone; one with `trained_on` trains it first, unless weights are given."""
     if suite.backbone.trained_on is not None and weights is None:
         return replace(suite, backbone=replace(suite.backbone, name=name))
     return replace(suite, backbone=Backbone(name, weights, pretrained))
 
 
 def on_all_labels(suite: Suite) -> Suite:
-    """Devkit domains with val joined to train, for the final submission; the backbone's own data stay as they are."""
+    """Join val to train in every devkit domain, for the final submission; the backbone's own data stay as they are."""
 
     def joined(dataset: Dataset) -> Dataset:
         images = dataset.images
@@ -169,8 +168,8 @@ def on_all_labels(suite: Suite) -> Suite:
 
 
 def settings(suite: Suite, row: Row, dataset: Dataset) -> dict[str, Any]:
-    """What determines a record's figures, apart from the configuration."""
-    later = ("trained_on", "config")  # older records do not have them
+    """Return all settings that affect a result, except the training configuration."""
+    later = ("trained_on", "config")  # older records lack them
     backbone = {name: value for name, value in asdict(suite.backbone).items() if value or name not in later}
     return {
         "backbone": backbone,

@@ -1,7 +1,7 @@
-"""One run of a suite in a process of its own: trains what is left of it and writes a record for each data set.
+"""Do one run of a suite in its own process: train, and write a record for each data set.
 
-`python -m bitgraft.paper.bench.worker` reads its job as one line of JSON. When its input ends, its parent is gone: it
-stops after the current step, in a state that can be resumed.
+`python -m bitgraft.paper.bench.worker` reads its job as one line of JSON from stdin. When stdin closes, the parent has
+gone: the worker stops after the current step, in a state that can be resumed.
 """
 
 import json
@@ -48,7 +48,7 @@ class Run:
         return record.store_folder(self.place.runs, self.cell)
 
     def open(self, name: str, begun: bool = False) -> tuple[Request, TrainData]:
-        """A data set, held to what the suite says of it."""
+        """Open a data set and check it against the suite."""
         row, dataset = self.suite.row(self.cell.row), self.suite.dataset(name)
         request = Request(
             dataset.data,
@@ -74,47 +74,59 @@ class Run:
 
 
 def run_cell(suite: Suite, cell: Cell, place: Place, stop: Callable[[], bool] = lambda: False) -> None:
-    """Train what is left of a run and write its records."""
+    """Train a run's remaining data sets and write their records."""
     run = Run(suite, cell, place, stop)
-    if cell.row == ORIGINAL and not suite.leads(cell):
-        try_original(run)
+    if cell.row == ORIGINAL and not suite.trains_backbone(cell):
+        evaluate_original(run)
     elif registry.get(suite.row(cell.row).method).joint:
         _run_jointly(run)
     else:
         _run_in_order(run)
 
 
-def untrained(suite: Suite) -> Backbone:
-    """The backbone that the suite's file names."""
+def initial_backbone(suite: Suite) -> Backbone:
     return Backbone(suite.backbone.name, suite.backbone.weights, suite.backbone.pretrained)
 
 
-def backbone_of(suite: Suite, runs: Path) -> Backbone:
-    """The backbone that tasks are added to: the one that the file names, or what was trained from it first."""
+def _backbone_of(suite: Suite, runs: Path) -> Backbone:
+    """Return the backbone that tasks are added to, trained first if the suite says so (`trained_on`)."""
     if suite.backbone.trained_on is None:
-        return untrained(suite)
+        return initial_backbone(suite)
     return Backbone(suite.backbone.name, str(record.backbone_file(runs)))
 
 
-def try_original(run: Run) -> None:
-    """The backbone's accuracy on its own data, with no task added."""
+def evaluate_original(run: Run) -> None:
+    """Record the backbone's accuracy on its own data, with no task added."""
     (name,) = run.cell.datasets
-    net = Network(backbone_of(run.suite, run.place.runs).build())
+    net = Network(_backbone_of(run.suite, run.place.runs).build())
     request, data = run.open(name)
     images = data.tested or (data.splits.val if data.splits.category_ids else data.splits.train)
     if not images:
-        raise SuiteError(f"data set {name} has no labelled images to try the backbone on")
+        raise SuiteError(f"data set {name} has no labelled images to evaluate the backbone on")
     labels = predicted(net, net.original, images, preprocessing_for(net, request.config), run.place.workers)
     right = sum(label == truth for label, truth in zip(labels, images.labels, strict=True))
     found = record.accuracies({"epoch": 0}, {"accuracy": right / len(labels)})
-    costs = {"bits": 0, "backbone_bits": 32 * headless_parameters(net.anatomy), "file_bytes": 0, "seconds": 0.0}
-    run.write(name, data, {"last": found, "selected": found, **costs, "train_images_seen": 0})
+    run.write(
+        name,
+        data,
+        {
+            "last": found,
+            "selected": found,
+            "bits": 0,
+            "backbone_bits": 32 * headless_parameters(net.anatomy),
+            "bits_per_weight": 0.0,
+            "file_bytes": 0,
+            "seconds": 0.0,
+            "train_images_seen": 0,
+        },
+    )
 
 
 def _run_in_order(run: Run) -> None:
-    """One data set after the other; or the backbone itself, whose weights the other runs start from."""
-    leads, done = run.suite.leads(run.cell), record.finished(run.suite, run.place.runs, run.cell)
-    backbone = untrained(run.suite) if leads else backbone_of(run.suite, run.place.runs)
+    """Train one data set after the other, or the backbone whose weights the other runs start from."""
+    trains_backbone = run.suite.trains_backbone(run.cell)
+    done = record.finished(run.suite, run.place.runs, run.cell)
+    backbone = initial_backbone(run.suite) if trains_backbone else _backbone_of(run.suite, run.place.runs)
     store, net = open_store(run.folder, backbone)
     for name in run.cell.datasets:
         if name in done:
@@ -123,17 +135,17 @@ def _run_in_order(run: Run) -> None:
         clock = Clock()
         result = train(store, net, request, data=data, callbacks=[clock], stop=run.stop)
         measured = record.of_run(result, clock)
-        if leads:
+        if trains_backbone:
             write_weights(net.export(name), record.backbone_file(run.place.runs))
-            measured["bits"] = 0  # it adds nothing to itself
+            measured |= {"bits": 0, "bits_per_weight": 0.0}  # the backbone adds nothing to itself
         run.write(name, data, measured)
 
 
 def _run_jointly(run: Run) -> None:
     begun = run_folders.begun(train_jointly.run_folder(run.folder))
     requests, opened = zip(*(run.open(name, begun) for name in run.cell.datasets), strict=True)
-    clock, backbone = Clock(), backbone_of(run.suite, run.place.runs)
-    if not begun and run.folder.exists():  # a run that was killed after training, before all of its records
+    clock, backbone = Clock(), _backbone_of(run.suite, run.place.runs)
+    if not begun and run.folder.exists():  # killed after training, before all records were written
         shutil.rmtree(run.folder)
     results = train_jointly.train_jointly(run.folder, backbone, requests, data=opened, callbacks=[clock], stop=run.stop)
     for name, data, result in zip(run.cell.datasets, opened, results, strict=True):
@@ -141,19 +153,19 @@ def _run_jointly(run: Run) -> None:
 
 
 def main() -> int:
-    job, gone = json.loads(sys.stdin.readline()), threading.Event()
+    job, closed = json.loads(sys.stdin.readline()), threading.Event()
 
-    def wait_for_the_end() -> None:
+    def watch_stdin() -> None:
         sys.stdin.read()
-        gone.set()
+        closed.set()
 
-    threading.Thread(target=wait_for_the_end, daemon=True).start()
+    threading.Thread(target=watch_stdin, daemon=True).start()
     suite, cell = parse(job["suite"]), from_dict(Cell, job["cell"])
     place = Place(Path(job["root"]), Path(job["runs"]), job["threads"], job["workers"])
     torch.set_num_threads(place.threads)
     keep_freed_memory()
     try:
-        run_cell(suite, cell, place, gone.is_set)
+        run_cell(suite, cell, place, closed.is_set)
     except StoppedError:
         return STOPPED
     except (BitgraftError, OSError) as fault:

@@ -1,1 +1,1 @@
-"""Records of runs to tables and figures, in the form of the paper."""
+"""Turn records of runs into the paper's tables and figures."""

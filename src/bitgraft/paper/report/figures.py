@@ -19,7 +19,7 @@ MARKERS = "osD^vPX<>*"
 ACCENT, PLAIN, PAPER = COLOURS[1], COLOURS[0], "#8a8f98"
 TICKS = (1, 1.2, 1.5, 2, 3, 4, 6, 10, 20, 50, 100)
 GAP = 14.0  # from a marker to its label, in points
-OWN = {"imagenet", "imagenet12"}  # the backbone's own data add no parameters, and a suite may leave them out
+OWN = {"imagenet", "imagenet12"}  # the backbone's own data, which add no parameters; a suite may omit them
 
 
 class Point(NamedTuple):
@@ -35,7 +35,7 @@ class Point(NamedTuple):
 
 
 def by_method(results: Results) -> "Figure | None":
-    """One line per method, one marker per data set, a bar at the mean; rows without any result are left out."""
+    """Plot one line per method, with a marker per data set and a bar at the mean; omit rows without results."""
     rows = [row for row in results.rows.values() if any(row.accuracies(name) for name in results.datasets)]
     panel, size = partial(_draw_methods, results=results, rows=rows), (8, 1.6 + 0.38 * len(rows))
     return draw([[panel]], textwrap.fill(results.name, 80), size=size) if rows else None
@@ -44,8 +44,8 @@ def by_method(results: Results) -> "Figure | None":
 def _draw_methods(axes: "Axes", results: Results, rows: Sequence[Row]) -> None:
     tried = results.tried
     for number, name in enumerate(tried):
-        lift = 0.3 * (number / max(len(tried) - 1, 1) - 0.5)  # so that equal values do not overlap
-        points = [(y + lift, cell) for y, row in enumerate(rows) if (cell := row.cell(name, accuracy))]
+        offset = 0.3 * (number / max(len(tried) - 1, 1) - 0.5)  # so that equal values do not overlap
+        points = [(y + offset, cell) for y, row in enumerate(rows) if (cell := row.cell(name, accuracy))]
         axes.errorbar(
             [cell.mean for _, cell in points],
             [y for y, _ in points],
@@ -71,7 +71,7 @@ def _draw_methods(axes: "Axes", results: Results, rows: Sequence[Row]) -> None:
 
 
 def points(results: Results, published: bool, baselines: Baselines | None) -> list[Point]:
-    """A point for each row with all data sets; and the paper's rows, if they have the same data sets."""
+    """Return a point per row that has all data sets, plus the paper's rows if their data sets are the same."""
     form, measure, combine = ("scores", score_measure(baselines), sum) if baselines else (results.form, accuracy, fmean)
     rows: list[AnyRow] = [*results.rows.values()]
     paper = published_table(form, results.backbone, results.datasets) if published else None
@@ -87,9 +87,9 @@ def points(results: Results, published: bool, baselines: Baselines | None) -> li
 
 
 def against_parameters(points: Sequence[Point], label: str, title: str) -> "Figure":
-    """One point per method: parameters of all tasks across, score or mean accuracy up."""
+    """Plot score or mean accuracy against the parameters of all tasks, one point per method."""
     figure = draw([[partial(_draw_points, points=points, label=label)]], textwrap.fill(title, 80), size=(7.5, 5))
-    figure.draw_without_rendering()  # places the axes, so that pixels are known
+    figure.draw_without_rendering()  # lays out the axes, so that pixel positions are known
     _label_points(figure.axes[0], points, figure.dpi / 72)
     return figure
 
@@ -118,11 +118,7 @@ def _draw_points(axes: "Axes", points: Sequence[Point], label: str) -> None:
 
 
 def _label_points(axes: "Axes", points: Sequence[Point], dot: float) -> None:
-    """Put labels right of their points, higher up where they would meet another label or a marker.
-
-    Args:
-        dot: one point of type in pixels.
-    """
+    """Label points on their right, moved up to avoid other labels and markers; `dot` is one typographic point in px."""
     pixels = [(float(x), float(y)) for x, y in axes.transData.transform([(p.params, p.value.mean) for p in points])]
     taken = [(x - 4 * dot, x + 4 * dot, y) for x, y in pixels]
     line = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3, "relpos": (0, 0.5)}

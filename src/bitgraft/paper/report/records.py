@@ -1,7 +1,4 @@
-"""Records of runs as files: a record.json for each run and a suite.json, or all of them in one records.jsonl.
-
-`bitgraft bench` writes the former, a report the latter; both can be read.
-"""
+"""Read records of runs, as `bitgraft bench` writes them (record.json, suite.json) or as reports do (records.jsonl)."""
 
 import json
 import math
@@ -16,7 +13,7 @@ from bitgraft.paper.from_dict import from_dict
 FORMAT = 1
 RECORD, SUITE, LINES = "record.json", "suite.json", "records.jsonl"
 ORIGINAL = "original"
-"""The row of the backbone on its own data."""
+"""Row name of the backbone evaluated on its own data."""
 Form = Literal["accuracy", "decathlon", "ablation"]
 RENAMED = {
     "follow": "scale_k2_by_r",
@@ -26,13 +23,13 @@ RENAMED = {
     "head_start": "head_init",
     "shift": "k1",
 }
-"""Settings and roles whose names have changed since the first records were written."""
+"""Settings and roles that have been renamed since the first records were written."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Accuracies of one epoch, from 0 to 1; None where there are no such images, or no labels."""
+    """Accuracies of one epoch, from 0 to 1; None if the split has no images or no labels."""
 
     test_accuracy: float | None = None
     val_accuracy: float | None = None
@@ -58,14 +55,16 @@ class Record:
     backbone_bits: float
     title: str = ""
     joint: bool = False
-    """The backbone was trained, too: this run has another one than the others."""
+    """The backbone was trained as well, so this run does not share it with the others."""
     options: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     last: Measured = Measured()
     selected: Measured = Measured()
     """Of the epoch with the best validation accuracy."""
+    bits_per_weight: float | None = None
+    """Size of the task file without its head, per weight that a task can transform; older records lack it."""
     seconds: float | None = None
-    """Wall-clock time of the training steps."""
+    """Wall-clock time spent in training steps."""
     processor_seconds: float | None = None
     train_images_seen: int | None = None
     peak_memory: float | None = None
@@ -74,18 +73,17 @@ class Record:
     date: str = ""
     where: str = ""
     content: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """The record as it was read."""
+    """The JSON object that was read."""
 
     def __post_init__(self) -> None:
         if self.format != FORMAT:
-            raise ValueError(f"it has format {self.format}, this bitgraft reads format {FORMAT}")
-        for name in ("bits", "backbone_bits", "seconds", "processor_seconds", "train_images_seen", "peak_memory"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"it has format {self.format}, but this version reads format {FORMAT}")
+        for name, value in vars(self).items():
+            if type(value) in (int, float) and name != "seed" and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} is {value}")
 
     def per_image(self, seconds: float | None) -> float | None:
-        """Milliseconds for each training image."""
+        """Convert seconds of training to milliseconds per image."""
         return 1000 * seconds / self.train_images_seen if seconds is not None and self.train_images_seen else None
 
     @property
@@ -107,19 +105,23 @@ class DatasetTitle:
 
 @dataclass(frozen=True)
 class Suite:
-    """Order and titles of the tables; rows and data sets that are not listed come last, sorted by name."""
+    """Order and titles of rows and data sets in tables; unlisted ones come last, sorted by name."""
 
     name: str
     title: str = ""
     form: Form | None = None
     baseline: str | None = None
-    """The row whose errors S is measured against; by default the challenge's baselines."""
+    """The row whose errors define S; by default the challenge's baselines."""
     rows: tuple[RowTitle, ...] = ()
     datasets: tuple[DatasetTitle, ...] = ()
 
 
 def read_records(source: Path) -> list[Record]:
-    """All records in a folder or a file of lines; two different ones of the same run are refused."""
+    """Read all records in a folder or a records.jsonl file.
+
+    Raises:
+        DataError: two records of one run differ, or there is none.
+    """
     seen: dict[tuple[Any, ...], Record] = {}
     for where, content in _contents(source, RECORD):
         record = _built(Record, {**content, "where": where, "content": content}, where, "a record of a run")
@@ -127,21 +129,21 @@ def read_records(source: Path) -> list[Record]:
         if earlier.content != record.content:
             raise DataError(
                 f"{earlier.where} and {record.where} record the same run ({record.row} on {record.dataset}, seed "
-                f"{record.seed}); remove one of them"
+                f"{record.seed}) with different results; delete one of them"
             )
     if not seen:
-        raise DataError(f"there is no {RECORD} in {source} or below; `bitgraft bench` writes one for each run")
+        raise DataError(f"there is no {RECORD} in {source} or its subfolders; `bitgraft bench` writes one per run")
     return list(seen.values())
 
 
 def read_suites(source: Path) -> dict[str, Suite]:
-    """All descriptions of suites there, by name."""
+    """Read the suites' descriptions, by name."""
     found = [_built(Suite, content, where, "a description of a suite") for where, content in _contents(source, SUITE)]
     return {suite.name: suite for suite in found}
 
 
 def as_lines(records: Sequence[Record], suites: Mapping[str, Suite]) -> str:
-    """The suites of these records and the records, one line of JSON each, always in the same order."""
+    """Return the suites and the records as JSON lines in a fixed order."""
     about = [asdict(suites[name]) for name in sorted({record.suite for record in records} & set(suites))]
     runs = [record.content for record in sorted(records, key=lambda record: record.key)]
     lines = (json.dumps(line, separators=(",", ":"), ensure_ascii=False) for line in [*about, *runs])
@@ -153,7 +155,7 @@ def holds_record_files(source: Path) -> bool:
 
 
 def current_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A record's training settings under today's names."""
+    """Return a record's training settings under their current names."""
     return {
         RENAMED.get(name, name): current_names(value) if isinstance(value, Mapping) else value
         for name, value in config.items()
@@ -168,9 +170,9 @@ def _built(kind: type[T], content: Mapping[str, Any], where: str, what: str) -> 
 
 
 def _contents(source: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where records (or suites) are, and what they hold. Next to record.json files, a records.jsonl is a copy."""
+    """Yield the location and the JSON object of each record or suite; record.json files win over a records.jsonl."""
     if not source.exists():
-        raise DataError(f"there is no folder or file {source}; give the folder with the records of `bitgraft bench`")
+        raise DataError(f"there is no folder or file {source}; give the run folder of `bitgraft bench`")
     pattern = name if holds_record_files(source) else LINES
     for file in [source] if source.is_file() else sorted(source.rglob(pattern)):
         whole = file.name == name
@@ -187,6 +189,6 @@ def _contents(source: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
             except (ValueError, RecursionError) as problem:
                 raise DataError(f"cannot read {where}: {problem}") from problem
             if not isinstance(content, dict):
-                raise DataError(f"cannot read {where}: it holds no JSON object")
+                raise DataError(f"cannot read {where}: it is not a JSON object")
             if whole or ("row" in content) == (name == RECORD):
                 yield where, content

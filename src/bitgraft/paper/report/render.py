@@ -1,4 +1,4 @@
-"""A table, and the same in Markdown, LaTeX and HTML."""
+"""Tables, and how they are rendered in Markdown, LaTeX and HTML."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Cell:
     sd: float | None = None
     n: int | None = None
     spread: str = ""
-    """Set after the number: its spread, and the number of seeds where that differs within the table."""
+    """Follows the number: standard deviation, and the number of seeds if it varies within the table."""
     mark: Mark | None = None
 
     def plain(self) -> dict[str, Any]:
@@ -36,7 +36,7 @@ class Line:
     title: str
     cells: tuple[Cell, ...]
     ours: bool = False
-    """Of the method `full`, which pages highlight."""
+    """Highlighted: a row of the method `full`."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,19 @@ class Table:
     name: str
     caption: str
     corner: str
-    """The heading of the first column."""
+    """Heading of the first column."""
     headings: tuple[str, ...]
     lines: tuple[Line, ...]
     notes: tuple[str, ...] = ()
 
     def plain(self) -> dict[str, Any]:
-        """For JSON."""
         rows = [{"title": line.title, "cells": [cell.plain() for cell in line.cells]} for line in self.lines]
         about = {"name": self.name, "caption": self.caption, "headings": self.headings}
         return {**about, "rows": rows, "notes": self.notes}
 
 
 def markdown(table: Table) -> str:
-    """Padded, so that it can be read as it is."""
+    """Render a table with padded columns, so that the source is readable too."""
     heads, *rows = _texts(table, MARKDOWN, "**%s**", "<u>%s</u>")
     widths = [max(3, *map(len, column)) for column in zip(heads, *rows, strict=True)]
     rule = [f":{'-' * (widths[0] - 1)}", *(f"{'-' * (width - 1)}:" for width in widths[1:])]
@@ -72,7 +71,7 @@ def markdown(table: Table) -> str:
 
 
 def latex(table: Table) -> str:
-    """Needs the package pifont for check marks."""
+    """Render a table; check marks need the package pifont."""
     heads, *rows = (" & ".join(row) + r" \\" for row in _texts(table, LATEX, r"\textbf{%s}", r"\underline{%s}"))
     caption = ". ".join([table.caption, *(note.rstrip(".") for note in table.notes)]) + "."
     begin = rf"""\begin{{table}}[t]
@@ -84,7 +83,7 @@ def latex(table: Table) -> str:
 
 
 def _texts(table: Table, escapes: dict[int, str], best: str, second: str) -> list[list[str]]:
-    """Headings and rows of a format; `best` and `second` mark a cell, with `%s` for its text."""
+    """Return the escaped headings and rows; `best` and `second` are %-formats for marked cells."""
 
     def text(cell: Cell) -> str:
         mark = best if cell.mark == "best" else second if cell.mark == "second" else "%s"
@@ -104,7 +103,7 @@ def latex_page(tables: Iterable[Table]) -> str:
 
 
 def from_template(name: str, **values: Any) -> str:
-    """An HTML page from `paper/templates`; what is put in is escaped."""
+    """Render an HTML page from `paper/templates`; values are escaped."""
     loader = PackageLoader("bitgraft.paper", "templates")
     templates = Environment(loader=loader, autoescape=True, trim_blocks=True, keep_trailing_newline=True)
     return templates.get_template(name).render(values)

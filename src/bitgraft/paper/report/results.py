@@ -1,4 +1,4 @@
-"""Records gathered into grids of rows by data sets, the numbers in their cells, and the paper's tables beside them."""
+"""Group records into tables of rows by data sets, compute their cells, and read the paper's tables."""
 
 import statistics
 import tomllib
@@ -15,15 +15,15 @@ from bitgraft.paper.report.records import ORIGINAL, Form, Record, Suite
 from bitgraft.paper.scores import domain_titles
 
 REFERENCES = ("classifier", "finetune")
-"""Shown for comparison but not ranked, as in the paper: the least and the most that a task can cost."""
+"""Methods that are shown but not ranked, as in the paper: the least and the most that a task can cost."""
 Measure = Callable[[str, float], float]
-"""From a data set and an accuracy in per cent to what a table shows."""
+"""Converts an accuracy in per cent on a data set to the number a table shows."""
 Combine = Callable[[Iterable[float]], float]
 """Mean or sum."""
 
 
 def spelled_out(title: str) -> str:
-    """A row's or a data set's title in full."""
+    """Return the unabbreviated title of a row or data set."""
     return str(published()["spelled"].get(title, title))
 
 
@@ -36,26 +36,26 @@ class Stat:
 
 
 def stat(values: Sequence[float]) -> Stat | None:
-    """The mean over seeds."""
+    """Return mean and standard deviation over seeds."""
     if not values:
         return None
     return Stat(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
 
 
 def accuracy(dataset: str, value: float) -> float:
-    """The plain measure."""
+    """The measure of tables that show accuracies."""
     return value
 
 
 @dataclass(frozen=True)
 class Row:
-    """The runs of one row, on one backbone."""
+    """The runs of one row on one backbone."""
 
     title: str
     by_dataset: Mapping[str, Sequence[Record]]
-    """One for each seed."""
+    """One record per seed."""
     own: Mapping[str, Record]
-    """The backbone on its own data. No task changes it, so a row that did not train on them has this accuracy."""
+    """The backbone on its own data. No task changes it, so rows not trained on them share this accuracy."""
     selected: bool = False
     validation: bool = False
 
@@ -69,7 +69,7 @@ class Row:
 
     @property
     def joint(self) -> bool:
-        """Whether the backbone was trained, too: it is another one then."""
+        """Whether the backbone was trained as well."""
         return any(run.joint for run in self.runs)
 
     @property
@@ -82,11 +82,11 @@ class Row:
         return self.method not in REFERENCES
 
     def inherits(self, dataset: str) -> bool:
-        """Whether it has the backbone's own accuracy there."""
+        """Return whether the row has the backbone's own accuracy on this data set."""
         return dataset in self.own and bool(self.runs) and not self.joint and not self.by_dataset.get(dataset)
 
     def accuracies(self, dataset: str) -> dict[int, float]:
-        """Per cent, by seed."""
+        """Return accuracies in per cent by seed."""
         if self.inherits(dataset):
             found = dict.fromkeys(sorted({run.seed for run in self.runs}), self._accuracy(self.own[dataset]))
         else:
@@ -102,7 +102,7 @@ class Row:
         return stat(values[:1] if self.inherits(dataset) else values)
 
     def total(self, datasets: Collection[str], measure: Measure, combine: Combine) -> Stat | None:
-        """Mean or total over the data sets, if all are there; its spread is over seeds that ran on all of them."""
+        """Return the mean or sum over the data sets, if all have results; the deviation needs the same seeds on all."""
         runs = {name: self.accuracies(name) for name in datasets}
         if not all(runs.values()):
             return None
@@ -113,7 +113,7 @@ class Row:
         return stat([combine([measure(name, run[seed]) for name, run in runs.items()]) for seed in seeds])
 
     def parameters(self, datasets: Collection[str]) -> float | None:
-        """(backbone + what each data set adds) / backbone, without heads."""
+        """Return the bits of backbone and tasks divided by those of the backbone, without heads."""
         runs = [self.by_dataset.get(name) for name in datasets if not self.inherits(name)]
         if not all(runs):
             return None
@@ -121,14 +121,14 @@ class Row:
 
     @property
     def k(self) -> list[str]:
-        """k0 to k3: a constant, or ✓ where it is learned."""
+        """k0 to k3: constants, or ✓ if learned."""
         options = {**_defaults(self.runs[0].method), **self.runs[0].options} if self.runs else {}
         values = [options.get(f"k{i}", "–") for i in range(4)]
         return [{"learn": "✓", "auto": "1"}.get(v, v) if isinstance(v, str) else f"{v:g}" for v in values]
 
 
 def _defaults(method: str) -> dict[str, Any]:
-    from bitgraft.methods import registry  # brings torch, which no other table needs
+    from bitgraft.methods import registry  # imports torch, which no other table needs
 
     try:
         return dict(registry.plain(registry.get(method).options))
@@ -138,7 +138,7 @@ def _defaults(method: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """A row of the paper, with what tables ask of our own rows."""
+    """A row of the paper, with the interface of our own rows."""
 
     row: str
     title: str
@@ -157,7 +157,7 @@ class PublishedRow:
         return Stat(self.values[dataset]) if dataset in self.values else None
 
     def total(self, datasets: Collection[str], measure: Measure, combine: Combine) -> Stat | None:
-        """The mean or total over these data sets; the printed one if they are all of the table's."""
+        """Return the mean or sum over these data sets: the printed one if they are all of the table's."""
         if self.whole is not None and set(datasets) == set(self.values):
             return Stat(self.whole)  # rounded once, from more decimals than the cells have
         return Stat(combine([self.values[name] for name in datasets])) if self.values.keys() >= set(datasets) else None
@@ -184,7 +184,7 @@ class Results:
 
     @property
     def seed_counts(self) -> set[int]:
-        """How many seeds the cells have; those that only repeat the backbone's accuracy do not count."""
+        """The numbers of seeds in the cells, without those that repeat the backbone's accuracy."""
         places = [(row, name) for row in self.rows.values() for name in self.datasets if not row.inherits(name)]
         return {len(row.accuracies(name)) for row, name in places} - {0}
 
@@ -197,7 +197,7 @@ class Results:
 def gather(
     records: Sequence[Record], suites: Mapping[str, Suite], selected: bool = False, validation: bool = False
 ) -> list[Results]:
-    """One grid for each suite and backbone, sorted by name."""
+    """Group records by suite and backbone, sorted by name."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         groups.setdefault((record.suite, record.backbone), []).append(record)
@@ -246,7 +246,7 @@ def published() -> dict[str, Any]:
 
 @cache
 def published_tables() -> tuple[PublishedTable, ...]:
-    """Every table of the paper, in its order."""
+    """Return every table of the paper, in its order."""
     return tuple(_table(**table) for table in published()["table"])
 
 
@@ -258,7 +258,7 @@ def _table(datasets: list[str], rows: list[dict[str, Any]], **about: str) -> Pub
 
 
 def published_table(form: str, backbone: str, datasets: Iterable[str]) -> PublishedTable | None:
-    """The paper's table of this form that shares a data set with ours, of the same backbone if there is one."""
+    """Return the paper's table of this form that shares a data set with ours, preferably on the same backbone."""
     ours = set(datasets)
-    fitting = [table for table in published_tables() if table.form == form and ours & set(table.datasets)]
-    return next((table for table in fitting if table.backbone == backbone), fitting[0] if fitting else None)
+    candidates = [table for table in published_tables() if table.form == form and ours & set(table.datasets)]
+    return next((table for table in candidates if table.backbone == backbone), candidates[0] if candidates else None)

@@ -1,4 +1,4 @@
-"""The paper's tables from results: accuracy, decathlon accuracies and scores, ablation, and the cost of training."""
+"""Build the paper's tables: accuracy, decathlon accuracies and scores, ablation, and the cost of training."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,10 +23,10 @@ from bitgraft.paper.report.results import (
 )
 from bitgraft.paper.scores import Baselines, challenge_baselines, decathlon_score, domain_titles, read_baselines
 
-LEARNED = "✓ is learned; k0 = 1 holds where a norm undoes the scale, elsewhere it is learned."
+LEARNED = "✓: learned. k0 = 1 applies to layers followed by a norm that undoes the scale; elsewhere k0 is learned."
 PACKNET = (
-    "PackNet's tasks are counted with the values that they own, since the backbone stays whole here; the paper prunes "
-    "it and counts only which task has which weight."
+    "PackNet's tasks are counted with the values they own, because the backbone is not pruned here; the paper prunes "
+    "it and counts only which task owns which weight."
 )
 Quantity = Callable[[Record], float | None]
 QUANTITIES: Sequence[tuple[str, str, Quantity, int]] = (
@@ -34,7 +34,7 @@ QUANTITIES: Sequence[tuple[str, str, Quantity, int]] = (
     ("processor ms", "relative processor time", lambda run: run.per_image(run.processor_seconds), 2),
     ("peak memory, MB", "relative memory", lambda run: run.peak_memory and run.peak_memory / 1e6, 0),
 )
-"""Headings of a cost and of its ratio to fine-tuning, the cost of a run, and decimals."""
+"""Heading of a cost, heading of its ratio to fine-tuning, the cost of a run, and decimals."""
 
 
 class Column(NamedTuple):
@@ -44,7 +44,7 @@ class Column(NamedTuple):
 
 
 def tables(results: Results, published: bool = False, baseline: str | None = None) -> list[Table]:
-    """All tables of one suite on one backbone."""
+    """Return all tables of one suite on one backbone."""
     cost = cost_table(results)
     if results.form == "accuracy":
         return [accuracy_table(results, published), cost]
@@ -52,13 +52,13 @@ def tables(results: Results, published: bool = False, baseline: str | None = Non
         return [ablation_table(results, published), cost]
     main, baselines = decathlon_table(results, published), baselines_of(results, baseline)
     if baselines is None:
-        said = f"No S yet: {results.suite.baseline}, which it is measured against, lacks results, or has no errors."
-        return [replace(main, notes=(*main.notes, said)), cost]
+        note = f"No S yet: the baseline row {results.suite.baseline} lacks results, or has an error of 0."
+        return [replace(main, notes=(*main.notes, note)), cost]
     return [main, score_table(results, baselines, published), cost]
 
 
 def accuracy_table(results: Results, published: bool = False) -> Table:
-    """The ImageNet-to-Sketch form: data sets down, methods across, the parameters last."""
+    """The ImageNet-to-Sketch form: one line per data set, one column per method, parameters in the last line."""
     columns = [*_by_dataset(results, accuracy, 1), _params(results, "# Params")]
     table = _table(results, "accuracy", columns, "accuracy" if published else None)
     cells = zip(*(line.cells for line in table.lines), strict=True)
@@ -67,19 +67,19 @@ def accuracy_table(results: Results, published: bool = False) -> Table:
 
 
 def decathlon_table(results: Results, published: bool = False) -> Table:
-    """Accuracies of each domain and their mean."""
+    """Accuracy on each domain, and the mean."""
     columns = [_params(results), *_by_dataset(results, accuracy, 1, "Mean", fmean)]
     return _table(results, "accuracies", columns, "decathlon" if published else None)
 
 
 def score_table(results: Results, baselines: Baselines, published: bool = False) -> Table:
-    """S of each domain and the total; over seeds, the mean of S, not S of the mean."""
+    """S on each domain, and the total. Over seeds it is the mean of S, not S of the mean."""
     here = [name for name in domain_titles() if name in results.datasets]
-    note = f"S is measured against {baselines.source}: 250 is as good, 1000 has no errors."
+    note = f"S is relative to {baselines.source}: 250 matches it, 1000 means no errors."
     if len(here) < len(domain_titles()) or len(here) < len(results.datasets):
         note += (
-            f" The total is over {len(results.datasets)} data sets, of the decathlon's 10 domains {len(here)}: not to "
-            "be compared with totals over all ten."
+            f" The total covers {len(results.datasets)} data sets, {len(here)} of them among the decathlon's 10 "
+            "domains, and is not comparable with totals over all ten."
         )
     columns = [_params(results), *_by_dataset(results, score_measure(baselines), 0, "Score", sum)]
     table = _table(results, "scores", columns, "scores" if published else None, "decathlon score S")
@@ -91,14 +91,14 @@ def score_measure(baselines: Baselines) -> Measure:
 
 
 def ablation_table(results: Results, published: bool = False) -> Table:
-    """k0 to k3 of each row (a constant, or learned), then its accuracies."""
+    """k0 to k3 of each row, then its accuracies."""
     ks = [Column(f"k{i}", lambda row, i=i: Cell(row.k[i])) for i in range(4)]  # type: ignore[misc]
     table = _table(results, "ablation", [*ks, *_by_dataset(results, accuracy, 1)], "ablation" if published else None)
     return replace(table, notes=(LEARNED, *table.notes))
 
 
 def cost_table(results: Results) -> Table:
-    """Time for each training image and peak memory, also relative to fine-tuning on the same data sets."""
+    """Time per training image and peak memory, absolute and relative to fine-tuning on the same data sets."""
     base = next((row for row in results.rows.values() if row.method == "finetune"), None)
     headings: list[str] = []
     lines: dict[str, list[Cell]] = {name: [] for name in results.rows}
@@ -112,13 +112,14 @@ def cost_table(results: Results) -> Table:
             ratios = [cost / theirs[dataset] for dataset, cost in held.items() if theirs.get(dataset)]
             relative = geometric_mean(ratios) if ratios and min(ratios) > 0 else None
             lines[name] += [number(fmean(held.values()) if held else None, decimals), number(relative, 2)]
-    said = cost_notes([run for row in results.rows.values() for run in row.runs], base.title if base else None)
+    runs = [run for row in results.rows.values() for run in row.runs]
+    remarks = tuple(cost_notes(runs, base.title if base else None))
     rows = tuple(Line(row.title, tuple(lines[name]), row.ours) for name, row in results.rows.items())
-    return Table("cost", f"{results.name}: cost of training", "Method", tuple(headings), rows, tuple(said))
+    return Table("cost", f"{results.name}: cost of training", "Method", tuple(headings), rows, remarks)
 
 
 def _costs(row: Row, quantity: Quantity) -> Mapping[str, float]:
-    """The mean over seeds, by data set."""
+    """Return the mean over seeds, by data set."""
     found = {
         name: [cost for run in runs if (cost := quantity(run)) is not None] for name, runs in row.by_dataset.items()
     }
@@ -128,7 +129,7 @@ def _costs(row: Row, quantity: Quantity) -> Mapping[str, float]:
 def _table(
     results: Results, name: str, columns: Sequence[Column], form: str | None, what: str = "accuracy in per cent"
 ) -> Table:
-    """Methods down, the paper's (of its table of this form) last; best and second are marked in ranked columns."""
+    """Build a table with one line per method, the paper's last; ranked columns mark best and second."""
     paper = published_table(form, results.backbone, results.datasets) if form else None
     rows: list[AnyRow] = [*results.rows.values(), *(paper.rows if paper else ())]
     titles = [row.title if isinstance(row, Row) else f"{row.title} (paper)" for row in rows]
@@ -147,10 +148,7 @@ def _table(
 
 
 def marks(shown: Sequence[float | None]) -> list[Mark | None]:
-    """Best and second, as printed. Equal values share a place: after two that are best there is no second.
-
-    Nothing is marked where nobody scored anything.
-    """
+    """Mark best and second. Ties share a mark, and two that are best leave no second; all zeros are not marked."""
     order = sorted((value for value in shown if value is not None), reverse=True)
     if len(order) < 2 or order[0] <= 0:
         return [None] * len(shown)
@@ -159,7 +157,7 @@ def marks(shown: Sequence[float | None]) -> list[Mark | None]:
 
 
 def number(value: Stat | float | str | None, decimals: int, show_n: bool = False) -> Cell:
-    """A number, or a mean with its spread; a dash where there is none."""
+    """Format a number, or a mean with its standard deviation; None becomes a dash."""
     if value is None or isinstance(value, str):
         return Cell(value or DASH)
     if not isinstance(value, Stat):
@@ -171,7 +169,7 @@ def number(value: Stat | float | str | None, decimals: int, show_n: bool = False
 def _by_dataset(
     results: Results, measure: Measure, decimals: int, whole: str = "", combine: Combine = sum
 ) -> list[Column]:
-    """A column for each data set, and one for the mean or total under the heading `whole`."""
+    """Return a column per data set, then one for the mean or total under the heading `whole`."""
     show_n = len(results.seed_counts) > 1
 
     def column(heading: str, value: Callable[[AnyRow], Stat | None]) -> Column:
@@ -187,7 +185,7 @@ def _params(results: Results, heading: str = "Params") -> Column:
 
 
 def baselines_of(results: Results, given: str | None) -> Baselines | None:
-    """Errors of a row of these results, of a file, or the challenge's; None while the suite's own row has gaps."""
+    """Return the baseline errors: of a row, of a file, or the challenge's; None while the suite's row has gaps."""
     name = given or results.suite.baseline
     if name is None:
         return challenge_baselines()
@@ -202,7 +200,7 @@ def baselines_of(results: Results, given: str | None) -> Baselines | None:
     if row and not lacking:
         return Baselines(errors, f"{row.title} in this table")
     if given is not None:
-        raise DataError(f"{given} cannot be the baseline: it has no result, or no errors, on {', '.join(lacking)}")
+        raise DataError(f"{given} cannot be the baseline: it has no result, or an error of 0, on {', '.join(lacking)}")
     return None
 
 
@@ -220,23 +218,23 @@ def caption(results: Results, what: str) -> str:
 def notes(results: Results, paper: PublishedTable | None) -> list[str]:
     rows, titles = results.rows.values(), results.datasets
     unranked = ", ".join(row.title for row in rows if not row.ranked)
-    said = [f"Best in bold, second underlined{f'; not ranked, as references: {unranked}' if unranked else ''}."]
+    found = [f"Best in bold, second underlined{f'; references, not ranked: {unranked}' if unranked else ''}."]
     if own := ", ".join(title for name, title in titles.items() if any(row.inherits(name) for row in rows)):
-        but = " (joint training has a backbone of its own)" if any(row.joint for row in rows) else ""
-        said.append(f"{own}: the backbone's own data; no task changes it, so each row has its accuracy{but}.")
+        joint = " (except joint training, which changes the backbone)" if any(row.joint for row in rows) else ""
+        found.append(f"{own}: the backbone's own data. No task changes it, so all rows share its accuracy{joint}.")
     if any(row.method == "packnet" for row in rows):
-        said.append(PACKNET)
+        found.append(PACKNET)
     gaps = {row.title: [title for name, title in titles.items() if not row.accuracies(name)] for row in rows}
     if missing := [f"{row} on {'all' if len(g) == len(titles) else ', '.join(g)}" for row, g in gaps.items() if g]:
-        said.append(f"Missing: {'; '.join(missing)}.")
+        found.append(f"Missing: {'; '.join(missing)}.")
     places = ((f"{row.title} on {titles[name]}", runs) for row in rows for name, runs in row.by_dataset.items())
     if mixed := [place for place, runs in places if len(set(map(_settings, runs))) > 1]:
-        said.append(f"Seeds of one cell were run with different settings: {', '.join(mixed)}.")
+        found.append(f"Seeds of one cell were run with different settings: {', '.join(mixed)}.")
     if paper:
-        other = f"; there over {len(paper.datasets)} data sets, whose images and splits need not be ours"
+        other = f"; it covers {len(paper.datasets)} data sets, whose images and splits may differ from ours"
         same = set(paper.datasets) == set(titles)
-        said.append(f'Rows of the paper: its table "{paper.caption}", not ranked{"" if same else other}.')
-    return said
+        found.append(f'Rows of the paper: its table "{paper.caption}", not ranked{"" if same else other}.')
+    return found
 
 
 def _settings(run: Record) -> str:
@@ -244,21 +242,21 @@ def _settings(run: Record) -> str:
 
 
 def cost_notes(runs: Sequence[Record], base: str | None) -> list[str]:
-    """`base` is the title of the row that the others are compared with."""
-    said = ["Time in training steps, loading of images included; memory of the whole process, libraries included."]
+    """Return the notes of the cost table; `base` is the title of the row that others are compared with."""
+    found = ["Time of training steps, including image loading; memory of the whole process, including libraries."]
     if any(run.processor_seconds is not None for run in runs):
-        said.append("The processor's time is without what other processes had of the machine.")
+        found.append("Processor time excludes other processes on the machine.")
     if base is None:
-        said.append("There is no fine-tuning among the rows to compare with.")
+        found.append("No relative cost: there is no fine-tuning row.")
     else:
-        said.append(f"Relative to {base}: the geometric mean over the data sets that both rows have.")
+        found.append(f"Relative to {base}: the geometric mean over the data sets that both rows have.")
     if where := circumstances(runs):
-        said.append(f"{where}.")
-    return said
+        found.append(f"{where}.")
+    return found
 
 
 def circumstances(records: Sequence[Record]) -> str:
-    """When, with which versions and on which machines."""
+    """Return the dates, versions and machines of these runs."""
     days = sorted({record.date[:10] for record in records if record.date})
     versions = (", ".join(f"{p} {r.versions[p]}" for p in ("bitgraft", "torch") if p in r.versions) for r in records)
     machines = (_machine(**record.machine) for record in records if "cores" in record.machine)

@@ -1,4 +1,4 @@
-"""From records to a folder of tables and figures."""
+"""Write a report: a folder of tables and figures from records."""
 
 import re
 from collections.abc import Iterator
@@ -24,11 +24,11 @@ class Report:
     tables: tuple[Table, ...]
     files: tuple[Path, ...]
     drawn: bool
-    """False without matplotlib: there are no figures then."""
+    """Whether figures were drawn; not without matplotlib."""
 
 
 def usual_place(source: Path) -> Path:
-    """Where a report goes by default: below the runs, or next to a file of records."""
+    """Return the default folder of a report: inside the run folder, or next to a records.jsonl."""
     if source.is_file():
         return source.parent
     return source / "report" if holds_record_files(source) else source
@@ -43,7 +43,7 @@ def write_report(
     validation: bool = False,
     baseline: str | None = None,
 ) -> Report:
-    """Write report.md, report.tex, report.html, figures, and the records in one file."""
+    """Write report.md, report.tex, report.html, the figures, and records.jsonl."""
     records, suites = read_records(source), read_suites(source)
     grids = gather(records, suites, selected, validation)
     can_draw = find_spec("matplotlib") is not None
@@ -75,7 +75,7 @@ def write_report(
 
 
 def _figures(grid: Results, published: bool, baseline: str | None) -> Iterator[tuple[str, str, "Figure"]]:
-    """Name, caption and plot of each figure that has something to show."""
+    """Yield name, caption and plot of each figure that has data."""
     if plot := figures.by_method(grid):
         yield "by-method", f"{grid.name}: accuracy by method", plot
     if grid.form != "ablation":

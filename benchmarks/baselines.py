@@ -1,4 +1,4 @@
-"""The other ways, as one would write them."""
+"""Baselines, written the obvious way."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,7 +20,7 @@ class _Binarise(torch.autograd.Function):
 
 
 class PiggybackConv(nn.Conv2d):
-    """A mask, a product and a convolution, each its own operation and tensor."""
+    """Mask, product and convolution, each a separate operation and tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         mask = _Binarise.apply(self.scores, 5e-3)
@@ -28,7 +28,7 @@ class PiggybackConv(nn.Conv2d):
 
 
 def piggyback(model: nn.Module) -> Roles:
-    """Turn a network into Piggyback's, with norm layers of its own; what it learns."""
+    """Convert a network to Piggyback with trained norm layers; return its trainable parameters."""
     for module in model.modules():
         if type(module) is nn.Conv2d:
             module.__class__ = PiggybackConv
@@ -38,7 +38,7 @@ def piggyback(model: nn.Module) -> Roles:
 
 
 def lora(model: nn.Module, rank: int = 8) -> tuple[nn.Module, Roles]:
-    """PEFT's LoRA on every convolution, head trained; norm layers learn as in the others."""
+    """Apply PEFT's LoRA to every convolution, with head and norm layers trained."""
     from peft import LoraConfig, get_peft_model
 
     convs = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d)]
