@@ -32,7 +32,9 @@ def restore_task(
     options = registry.get(metadata.method).with_options(metadata.options)
     transforms = {}
     for name in archive.shapes:
-        empty = _empty_transform(metadata, describe(anatomy, name), base[name], options, registry.earlier_transforms(name, before))
+        empty = _empty_transform(
+            metadata, describe(anatomy, name), base[name], options, registry.earlier_transforms(name, before)
+        )
         transforms[name] = _fill(empty, name, base[name], parts.get(name, {}))
     _check_owned(metadata, anatomy, base, owned, options)
     _check_classes(archive, anatomy, base, owned)
