@@ -1,4 +1,4 @@
-"""Training on a device that is not a CPU: the same results, and no step waits for the device."""
+"""Training on an accelerator: the same results, and no step waits for the device."""
 
 import subprocess
 import sys
