@@ -25,7 +25,6 @@ def joint_network() -> Network:
     net = Network(backbone()).joint_copy()
     for name in NAMES:
         net.add_task(name, classes=3, method="adapters-joint")
-    torch.manual_seed(5)  # dropout
     return net
 
 

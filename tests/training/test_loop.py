@@ -106,7 +106,6 @@ def test_the_same_seed_gives_the_same_file_and_another_does_not(tmp_path):
     files = []
     for seed in (0, 0, 1):
         net = network()
-        torch.manual_seed(5)  # dropout
         fit(net, "stripes", stripes(48, 1), None, SHORT.changed(seed=seed))
         files.append(saved_bytes(net, tmp_path / "a.safetensors"))
     assert files[0] == files[1]
@@ -118,11 +117,9 @@ def test_the_same_seed_gives_the_same_file_and_another_does_not(tmp_path):
 def test_a_run_stopped_at_any_step_resumes_to_the_same_bytes(tmp_path, method, steps, monkeypatch):
     shorten_phases(monkeypatch)
     whole, data = network(method), ("stripes", stripes(52, 1), stripes(9, 2))
-    torch.manual_seed(5)
     fit(whole, *data, SHORT)
     expected = saved_bytes(whole, tmp_path / "whole.safetensors")
     net = network(method)
-    torch.manual_seed(5)
     with pytest.raises(StoppedError):
         fit(net, *data, SHORT, folder=tmp_path, stop=stop_after(steps))
     again = network(method)
@@ -145,7 +142,6 @@ KILLED = textwrap.dedent(
     from stripes import SHORT, network, stripes
     from bitgraft import fit
     net = network()
-    torch.manual_seed(5)
     resume = {resume}
     fit(net, "stripes", stripes(52, 1), stripes(9, 2), SHORT.changed(epochs=4), folder={folder!r}, resume=resume,
         checkpoint_every=0.0)
@@ -156,7 +152,6 @@ KILLED = textwrap.dedent(
 
 def test_a_killed_process_resumes_to_the_same_bytes(tmp_path):
     whole = network()
-    torch.manual_seed(5)
     fit(whole, "stripes", stripes(52, 1), stripes(9, 2), SHORT.changed(epochs=4))
     expected = saved_bytes(whole, tmp_path / "whole.safetensors")
     state, done, kills = tmp_path / "state.pt", tmp_path / "done.safetensors", 0
@@ -325,7 +320,6 @@ def test_annealed_masks_end_as_bits_and_resume_to_the_same_bytes(tmp_path):
     files = []
     for stop in (None, 5, 9):
         net = network()
-        torch.manual_seed(5)  # dropout
         folder = tmp_path / str(stop)
         folder.mkdir()
         data = stripes(48, 1), stripes(60, 2), config

@@ -73,11 +73,9 @@ def test_the_gradient_scaler_is_saved_and_resumed(tmp_path):
     config = SHORT.changed(optimizers={"head": "sgd"})  # two optimisers, one scaler
     data = "stripes", stripes(52, 1), None, config
     whole, accelerator = network("finetune"), scaled_accelerator()
-    torch.manual_seed(5)
     fit(whole, *data, accelerator=accelerator)
     assert accelerator.scaler.state_dict()["scale"] == 2.0**12  # doubled after each two of eight steps
     stopped, accelerator = network("finetune"), scaled_accelerator()
-    torch.manual_seed(5)
     with pytest.raises(StoppedError):
         fit(stopped, *data, accelerator=accelerator, folder=tmp_path, stop=stop_after(5))
     held = torch.load(tmp_path / "state.pt", weights_only=True)["scaler"]
@@ -93,7 +91,6 @@ def test_scaled_gradients_equal_plain_ones(tmp_path):
     config, found = SHORT.changed(optimizers={"head": "sgd"}), []
     for accelerator in (Accelerator(cpu=True), scaled_accelerator()):
         net = network("finetune")
-        torch.manual_seed(5)
         fit(net, "stripes", stripes(52, 1), None, config, accelerator=accelerator)
         found.append(saved_bytes(net, tmp_path / "a"))
     assert found[0] == found[1]

@@ -87,11 +87,6 @@ class Clock(Callback):
     def epoch(self, record: dict[str, Any]) -> None:
         self._restart()
 
-    @property
-    def rate(self) -> float:
-        """Images per second."""
-        return self.images / max(self.seconds, 1e-9)
-
 
 class TensorBoard(Callback):
     """Log each epoch's losses and accuracies. A resumed run continues the curves from its checkpoint."""

@@ -44,7 +44,11 @@ def occupied(folder: Path) -> Iterator[None]:
             yield
         except Exception:
             if new and not interrupted(folder):
-                _remove(folder)
+                done(folder)
+                (folder / METRICS).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # not empty
+                    folder.rmdir()
+                    folder.parent.rmdir()
             raise
     finally:
         os.close(held)
@@ -79,14 +83,6 @@ def _lock(folder: int, path: Path) -> None:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise TrainingError(f"another command is training in {path}: wait for it, or choose another name") from None
-
-
-def _remove(folder: Path) -> None:
-    for name in (SETTINGS, METRICS):
-        (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # not empty
-        folder.rmdir()
-        folder.parent.rmdir()
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
