@@ -13,7 +13,7 @@ from bitgraft.network import Network
 from bitgraft.training.batches import batch_size, call_model, to_device
 from bitgraft.training.inputs import to_evaluate
 from bitgraft.training.learner import Objective
-from bitgraft.training.loader import Loader, make_loader
+from bitgraft.training.loader import Loader
 
 
 @torch.no_grad()
@@ -63,6 +63,6 @@ def evaluate(
         split: which images of a folder: "train", "val" or "test".
     """
     accelerator, held = Accelerator(), net._added(task)
-    loader = make_loader(to_evaluate(held, data, split), "test", task, batch, accelerator, workers, pad=False)
+    loader = Loader(to_evaluate(held, data, split), "test", task, batch, accelerator, workers, pad=False)
     net.to(accelerator.device)
     return measure(net, task, loader, Objective([held]), accelerator)

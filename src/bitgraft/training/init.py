@@ -20,7 +20,7 @@ from bitgraft.training.batches import call_model, to_device
 from bitgraft.training.config import Config
 from bitgraft.training.inputs import check_several_classes
 from bitgraft.training.learner import Objective
-from bitgraft.training.loader import Loader, MicroBatch, make_loader
+from bitgraft.training.loader import Loader, MicroBatch
 from bitgraft.training.mean_shift_correction import InputSums, corrected_weights
 from bitgraft.training.processes import broadcast_from_main, from_main, gathered_in_main
 from bitgraft.training.sync_bn import over_processes
@@ -38,14 +38,14 @@ def initialize(
     data, workers = train_loader.data, train_loader.workers
     broadcast_from_main(task, accelerator)
     if config.head_init:
-        shuffled = make_loader(data, "training", name, config.batch, accelerator, workers, config.seed, min_size=2)
+        shuffled = Loader(data, "training", name, config.batch, accelerator, workers, config.seed, min_size=2)
         batches = shuffled.from_step(0, 0)
         shards = ((inputs, objective.forward_targets(targets), micro[0]) for (inputs, targets), micro in batches)
         reset_statistics(net, name, shards, accelerator)
     correct_means = config.mean_shift_correction and config.statistics == "kept"
     if config.head_init or correct_means:
         plain = data.without_augmentation() if hasattr(data, "without_augmentation") else data
-        in_order = make_loader(plain, "training", name, 4 * config.batch, accelerator, workers, pad=False)
+        in_order = Loader(plain, "training", name, 4 * config.batch, accelerator, workers, pad=False)
         observed = observe(net, name, in_order, device, head=config.head_init, means=correct_means)
         for labels in observed.labels:
             objective.check_labels(name, labels, in_order.name)

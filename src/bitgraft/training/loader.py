@@ -96,15 +96,32 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
 
 class Loader:
-    """A data set in batches, from any step of any epoch. Errors call the data `name`."""
+    """A task's training, validation or test data in batches, from any step of any epoch.
 
-    def __init__(self, data: Any, name: str, batches: ShardedBatchSampler, workers: int, device: torch.device) -> None:
-        self.data, self.name, self.batches, self.workers = data, name, batches, workers
+    Further options are those of `ShardedBatchSampler`.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        kind: str,
+        task: str,
+        size: int,
+        accelerator: Accelerator,
+        workers: int = 0,
+        seed: int | None = None,
+        **batching: Any,
+    ) -> None:
+        self.data, self.workers, self.name = data, workers, f"the {kind} data of task {task!r}"
+        if not len(data):
+            raise TrainingError(f"{self.name} is empty: give it at least one image")
+        rank, world_size = accelerator.process_index, accelerator.num_processes
+        self.batches = ShardedBatchSampler(len(data), size, seed, rank, world_size, **batching)
         self._loader: DataLoader[Any] = DataLoader(
             data,
-            batch_sampler=batches,
+            batch_sampler=self.batches,
             num_workers=workers,
-            pin_memory=device.type == "cuda",
+            pin_memory=accelerator.device.type == "cuda",
             collate_fn=getattr(data, "collate_fn", None),
             generator=torch.Generator(),  # each pass draws a seed, which must not advance the global generator
         )
@@ -132,25 +149,6 @@ class Loader:
         if hasattr(self.data, "set_epoch"):
             self.data.set_epoch(epoch)
         self.batches.seek(epoch, step)
-
-
-def make_loader(
-    data: Any,
-    kind: str,
-    task: str,
-    size: int,
-    accelerator: Accelerator,
-    workers: int = 0,
-    seed: int | None = None,
-    **batching: Any,
-) -> Loader:
-    """A loader of a task's training, validation or test data; other options are those of `ShardedBatchSampler`."""
-    name = f"the {kind} data of task {task!r}"
-    if not len(data):
-        raise TrainingError(f"{name} is empty: give it at least one image")
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    batches = ShardedBatchSampler(len(data), size, seed, rank, world_size, **batching)
-    return Loader(data, name, batches, workers, accelerator.device)
 
 
 @dataclass(frozen=True)
@@ -211,12 +209,12 @@ def make_loaders(
         has_batch_norm = any(tensor.endswith(".running_mean") for tensor in task.owned)
         min_size = 2 if has_batch_norm and config.statistics == "batch" else 1
         batching = {"accumulate": config.accumulate, "min_size": min_size}
-        train_loaders[name] = make_loader(
+        train_loaders[name] = Loader(
             train[name], "training", name, config.batch, accelerator, workers, config.seed, **batching
         )
         if val.get(name) is not None:
             size = 4 * config.batch
-            val_loaders[name] = make_loader(val[name], "validation", name, size, accelerator, workers, pad=False)
+            val_loaders[name] = Loader(val[name], "validation", name, size, accelerator, workers, pad=False)
     return InterleavedLoader(train_loaders), val_loaders
 
 
