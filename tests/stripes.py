@@ -1,4 +1,8 @@
-"""A small network and a data set that it learns in seconds, for tests of training."""
+"""A small network and a data set that it learns in seconds."""
+
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -24,11 +28,11 @@ def backbone() -> nn.Module:
     ).eval()
 
 
-def stripes(count: int, seed: int) -> TensorDataset:
+def stripes(size: int, seed: int) -> TensorDataset:
     """Three classes: noise, noise with bright rows, noise with bright columns."""
     rng = torch.Generator().manual_seed(seed)
-    labels = torch.arange(count) % 3
-    images = torch.randn(count, 1, 12, 12, generator=rng)
+    labels = torch.arange(size) % 3
+    images = torch.randn(size, 1, 12, 12, generator=rng)
     images[labels == 1, :, ::2] += 1.0
     images[labels == 2, :, :, ::2] += 1.0
     return TensorDataset(images, labels)
@@ -40,8 +44,25 @@ def network(method: str = "full", name: str = "stripes") -> Network:
     return net
 
 
+def without_dropout(net: Network) -> Network:
+    for module in net.backbone.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return net
+
+
+def stop_after(steps: int) -> Callable[[], bool]:
+    calls = count(1)
+    return lambda: next(calls) == steps
+
+
+def saved_bytes(net: Network, path: Path) -> bytes:
+    net.save_task("stripes", path)
+    return path.read_bytes()
+
+
 SHORT = QUICK.changed(epochs=2, batch=16, warmup=0.5)
-PROPORTIONATE = SHORT.changed(  # Adam divides by a gradient's size, and so makes much of the rounding of a tiny one
+PROPORTIONATE = SHORT.changed(  # SGD: Adam normalises gradients, which amplifies the rounding of tiny ones
     optimizers=dict.fromkeys(QUICK.optimizers, "sgd"),
     rates={"scores": 1e-2, "k": 1e-2, "k1": 1e-2, "norms": 1e-2, "weights": 1e-2, "head": 1e-2},
 )

@@ -278,7 +278,7 @@ def test_a_nan_loss_keeps_the_last_good_state(run, tmp_path, monkeypatch):
         code, _, err = run("train", "photos", *RUN)
     assert code == 1
     assert err.count("\n") == 1
-    assert "not a number any more, in epoch 2 at or shortly before step 2" in err
+    assert "the loss is not finite in epoch 2 at or shortly before step 2" in err
     assert "the last good state is in bitgraft-store/runs/colours/state.pt" in err
     assert run("train", "photos", *RUN, "--resume")[0] == 0
     assert (tmp_path / "bitgraft-store/colours.safetensors").read_bytes() == expected

@@ -1,7 +1,7 @@
-"""An accelerator in Python: tensors on the device `sim` hold one on the CPU, and count what waits for the device.
+"""A simulated accelerator: tensors on the device `sim` wrap CPU tensors, and operations that wait for it are counted.
 
-PyTorch lets a backend for PrivateUse1 be written in Python. So "another device" is one as far as torch is concerned:
-tensors of the CPU do not mix with its own, and whatever reads a value back is seen. Import it in a process of its own.
+It is a Python backend for PrivateUse1, so torch refuses to mix its tensors with CPU tensors, and every read of a value
+is seen. Import it in a separate process.
 """
 
 from collections import Counter
@@ -63,7 +63,7 @@ class SimTensor(torch.Tensor):
 
 
 class Sim(TorchDispatchMode):
-    """Within it, `device="sim"` is there to make tensors on."""
+    """Within it, tensors can be made with `device="sim"`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -88,7 +88,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         leaving = False
         strays = [t for t in leaves if not isinstance(t, SimTensor) and t.dim() > 0]
         if strays and any(isinstance(t, SimTensor) for t in leaves):
-            raise RuntimeError(f"{func}: a tensor on the CPU among those of the device")
+            raise RuntimeError(f"{func}: a CPU tensor among those of the device")
     if packet in READS or (packet is aten.index and any(getattr(i, "dtype", None) == torch.bool for i in args[1])):
         waits[str(packet)] += 1
     plain_args, plain = tree_map(_held, (args, {**kwargs, **({"device": "cpu"} if device is not None else {})}))

@@ -1,4 +1,4 @@
-"""Batches of other forms than images and their labels: named inputs, labels of pixels, a loss of the model's own."""
+"""Batches other than images with labels: named inputs, labels per pixel, the model's own loss."""
 
 import pytest
 import torch
@@ -7,13 +7,13 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from bitgraft import Config, Network, TrainingError, evaluate, fit
-from bitgraft.training.batches import pair, split
+from bitgraft.training.batches import inputs_and_targets, split_rows
 
 ONCE = Config(epochs=1, batch=4)
 
 
 class Named(nn.Module):
-    """Takes named inputs, and labels for a loss of its own, as models of transformers do."""
+    """Takes named inputs, and labels for its own loss, like a model of transformers."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ def named():
     return net
 
 
-def test_named_inputs_learn_as_a_tensor_does():
+def test_named_inputs_train_as_a_tensor_does():
     net = named()
     fit(net, "t", items(), items(), ONCE)
     other = named()
@@ -55,7 +55,7 @@ def test_the_models_own_loss_is_the_same_loss():
     assert losses[0]["val_loss"] == pytest.approx(losses[1]["val_loss"])
 
 
-def test_a_model_without_a_loss_is_told():
+def test_a_model_without_a_loss_is_refused():
     net = Network(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 5)))
     net.add_task("t", classes=2)
     data = TensorDataset(torch.randn(8, 4), torch.arange(8) % 2)
@@ -64,14 +64,13 @@ def test_a_model_without_a_loss_is_told():
 
 
 def pixels():
-    """Scores for each pixel."""
     layers = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Conv2d(8, 6, 1))
     net = Network(layers)
     net.add_task("t", classes=2)
     return net
 
 
-def test_pixels_are_labelled_and_some_count_for_nothing():
+def test_labels_per_pixel_with_ignored_pixels():
     torch.manual_seed(0)
     images = torch.rand(8, 3, 8, 8)
     labels = (images[:, 0] > 0.5).long()
@@ -95,18 +94,18 @@ def test_a_pixels_label_without_an_output_is_refused():
 @pytest.mark.parametrize(
     ("batch", "said"), [({"x": 1}, "a mapping of x"), (torch.zeros(2), "a Tensor"), ((1, 2, 3), "a tuple")]
 )
-def test_a_batch_that_is_none_is_told(batch, said):
-    with pytest.raises(TrainingError, match=f"{said}: give pairs"):
-        pair(batch)
+def test_other_batches_are_refused(batch, said):
+    with pytest.raises(TrainingError, match=f"{said}: use pairs"):
+        inputs_and_targets(batch)
 
 
 def test_lists_and_named_tensors_are_split_in_rows():
-    assert split([1, 2, 3], [2, 1]) == [[1, 2], [3]]
-    first, second = split({"x": torch.arange(3)}, [1, 2])
+    assert split_rows([1, 2, 3], [2, 1]) == [[1, 2], [3]]
+    first, second = split_rows({"x": torch.arange(3)}, [1, 2])
     assert (first["x"].tolist(), second["x"].tolist()) == ([0], [1, 2])
 
 
-def test_layers_that_write_in_place_learn_behind_any_convolution():
+def test_inplace_layers_train_after_any_convolution():
     torch.manual_seed(0)
     body = [nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3, 2, 1), nn.ReLU(inplace=True)]
     net = Network(nn.Sequential(*body, nn.Flatten(), nn.Linear(32, 6)), example=(1, 3, 8, 8))

@@ -1,4 +1,4 @@
-"""Settings and presets: what is not given is the preset's, for the method at hand."""
+"""Settings, and presets for those that are not given."""
 
 import pickle
 
@@ -9,7 +9,7 @@ from bitgraft import Config, Network, TaskError, TrainingError, fit, preset
 from bitgraft.methods.preset_options import OPTIONS
 from bitgraft.training.callbacks import Callback
 from bitgraft.training.config import fields
-from bitgraft.training.presets import PRESETS
+from bitgraft.training.presets import DECATHLON, IMAGENET_TO_SKETCH, PAPER, PRESETS, QUICK
 
 
 def test_a_config_says_only_what_it_changes():
@@ -46,21 +46,31 @@ def test_a_whole_config_is_taken_as_it_is():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"epochs": 0}, "epochs=0: give a whole number"),
-        ({"steps": "some"}, "steps='some': give a whole number from 1 on, or 'auto'"),
+        ({"epochs": 0}, "epochs=0: give a whole number, at least 1"),
+        ({"steps": 0}, "steps=0: give a whole number, at least 1"),
+        ({"steps": "some"}, "steps='some': give a whole number or 'auto'"),
+        ({"minutes": 0}, "minutes=0: give a number above 0"),
         ({"warmup": 1.0}, "warmup=1.0: give a share of the run"),
+        ({"warmup": "long"}, "warmup='long': give a number"),
         ({"rates": {"masks": 1.0}}, "names the role 'masks'"),
         ({"rates": 3}, "rates=3: give a value for each role"),
         ({"rates": {"head": "high"}}, "give a value for each role"),
-        ({"warmup": "long"}, "warmup='long': give a number"),
+        ({"rates": {"k": -1.0}}, "must not be negative"),
+        ({"optimizers": {"k": "lion"}}, "choose 'adam' or 'sgd'"),
         ({"schedule": "linear"}, "schedule='linear': give 'step' or 'cosine' or 'constant'"),
         ({"flip": "no"}, "flip='no': give true or false"),
         ({"class_weights": "some"}, "give 'balanced' or a list of numbers"),
     ],
 )
-def test_what_is_given_is_checked_at_once(given, message):
-    with pytest.raises(TrainingError, match=message):
-        Config(**given)
+def test_bad_settings_are_refused(given, message):
+    for make in (Config, PAPER.changed):
+        with pytest.raises(TrainingError, match=message):
+            make(**given)
+
+
+def test_an_unknown_setting_is_refused():
+    with pytest.raises(TrainingError, match="no setting 'epoch'; did you mean 'epochs'"):
+        QUICK.changed(epoch=3)
 
 
 class Seen(Callback):
@@ -90,3 +100,32 @@ def test_options_come_before_the_presets_and_none_leaves_the_methods_own():
     assert net.add_task("c", classes=3, preset=None).metadata.options["per"] == "layer"
     with pytest.raises(TaskError, match="there is no preset 'fast'; known are default, quick"):
         net.add_task("d", classes=3, preset="fast")
+
+
+def test_the_papers_protocols_are_as_published():
+    for config, epochs, drop, size in ((IMAGENET_TO_SKETCH, 30, 15, 224), (DECATHLON, 60, 45, 64)):
+        assert (config.epochs, config.drop_after, config.size, config.batch) == (epochs, drop, size, 32)
+        assert config.rates["head"] == 1e-3
+        assert config.optimizers["head"] == "sgd"
+        assert config.momentum == 0.9
+        assert {config.rates[role] for role in ("scores", "k", "k1", "norms", "weights")} == {1e-4}
+        assert {config.optimizers[role] for role in ("scores", "k", "k1", "norms", "weights")} == {"adam"}
+        assert not config.weight_decay
+        assert not config.head_init
+    assert DECATHLON.resize == 72
+
+
+def test_methods_that_were_measured_without_mean_shift_correction_train_without_it():
+    as_before = ["classifier", "dan", "adapters-series", "adapters-parallel", "adapters-joint", "packnet", "lora"]
+    for name in [*as_before, "piggyback"]:
+        assert preset("quick", name) == preset("quick-uncorrected", name)
+    for name in ("full", "simple", "piggyback-bn", "finetune"):
+        assert preset("quick", name).mean_shift_correction
+        assert not preset("quick-uncorrected", name).mean_shift_correction
+
+
+def test_unknown_preset():
+    with pytest.raises(
+        TrainingError, match="known are default, quick, quick-uncorrected, imagenet-to-sketch, decathlon"
+    ):
+        preset("fast")

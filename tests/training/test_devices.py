@@ -1,4 +1,4 @@
-"""Training on a device that is not a CPU: the same results, and no step waits for the device."""
+"""Training on an accelerator: the same results, and no step waits for the device."""
 
 import subprocess
 import sys
@@ -41,7 +41,6 @@ SIMULATED = textwrap.dedent(
     found = {{}}
     for method in ("full", "lora"):
         net, noted = network(method), Waits()
-        torch.manual_seed(5)
         with Sim():
             result = fit(net, "stripes", stripes(80, 1), stripes({val}, 2), CONFIG, accelerator=Simulated(cpu=True),
                          callbacks=[noted])
@@ -63,7 +62,6 @@ def test_a_device_gives_what_the_cpu_gives_and_is_never_waited_for_in_a_step(tmp
     few, many = simulated(tmp_path / "few.pt", 60), simulated(tmp_path / "many.pt", 260)
     for method in ("full", "lora"):
         net = network(method)
-        torch.manual_seed(5)
         expected = fit(net, "stripes", stripes(80, 1), stripes(60, 2), CONFIG, accelerator=Accelerator(cpu=True))
         assert few[method]["steps"] == [{}] * 10
         assert [epoch["tolist"] for epoch in few[method]["epochs"]] == [3, 3]  # loss, record and validation, at its end

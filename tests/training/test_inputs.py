@@ -1,6 +1,7 @@
-"""What people hand to `fit`, `evaluate` and `predict`: folders, splits, data sets of PIL images, loaders."""
+"""Data for `fit`, `evaluate` and `predict`: folders, splits, data sets of PIL images, loaders."""
 
 import io
+import shutil
 
 import numpy as np
 import pytest
@@ -46,11 +47,7 @@ def test_python_and_the_command_line_make_the_same_file(folder, tmp_path, monkey
     from images import bitgraft as command
 
     photos(folder, test=0)
-    for empty in (folder / "test").rglob("*.png"):
-        empty.unlink()
-    for made in sorted((folder / "test").rglob("*"), reverse=True):
-        made.rmdir()
-    (folder / "test").rmdir()
+    shutil.rmtree(folder / "test")
     asked = ("--epochs", "2", "--batch", "8", "--size", "16", "--resize", "18", "--preset", chosen)
     code, _, err = command(capsys, monkeypatch, "train", "photos", "--task", "colours", "--backbone", NET, *asked)
     assert (code, err) == (0, "")
@@ -60,8 +57,8 @@ def test_python_and_the_command_line_make_the_same_file(folder, tmp_path, monkey
     fit(net, "colours", "photos", config=CONFIG.changed(resize=18))
     task = bitgraft.compact(net.tasks["colours"])
     filed = store.archive("colours")
-    task.metrics = dict(filed.metrics)  # the command measures once more, after rounding,
-    task.description = filed.description  # and describes the images
+    task.metrics = dict(filed.metrics)  # the command measures again after rounding
+    task.description = filed.description  # and adds a description of the images
     assert saved(net, tmp_path) == store.path("colours").read_bytes()
 
 
@@ -73,7 +70,7 @@ def test_a_folder_names_the_classes_and_is_validated_on(folder):
     assert task.metrics["best"]["val_accuracy"] > 0.3
 
 
-def test_splits_do_as_well_as_their_folder(folder, tmp_path):
+def test_splits_train_as_their_folder_does(folder, tmp_path):
     assert saved(trained(open_data(folder)), tmp_path) == saved(trained(folder), tmp_path)
 
 
@@ -93,12 +90,12 @@ def test_a_data_set_of_pil_images(folder, transform):
     assert evaluate(net, "colours", ImageFolder(folder / "test"))["accuracy"] > 0.5
 
 
-def test_a_plain_data_set_of_pil_images_learns_as_its_folder_does(folder, tmp_path):
+def test_a_data_set_of_pil_images_trains_as_its_folder_does(folder, tmp_path):
     net = trained(ImageFolder(folder / "train"), ImageFolder(folder / "val"), ["blue", "green", "red"])
     assert saved(net, tmp_path) == saved(trained(folder), tmp_path)
 
 
-def test_a_loader_gives_its_batch_size_and_its_way_of_batching(tmp_path):
+def test_a_loader_provides_its_batch_size_and_collate_fn(tmp_path):
     seen = []
 
     def collate(items):
@@ -116,14 +113,14 @@ def test_a_loader_gives_its_batch_size_and_its_way_of_batching(tmp_path):
     assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
 
 
-def test_a_way_of_batching_of_ones_own_makes_tensors_of_pil_images(folder):
+def test_a_custom_collate_fn_makes_tensors_of_pil_images(folder):
     def collate(items):
         pictures = torch.stack([torch.tensor(np.asarray(image)).movedim(-1, 0) / 255 for image, _ in items])
         return pictures, torch.tensor([label for _, label in items])
 
     loader = DataLoader(ImageFolder(folder / "train"), batch_size=8, collate_fn=collate)
     net = trained(loader)
-    assert "size" not in net.tasks["colours"].metadata.preprocessing  # what they are made of is not ours to say
+    assert "size" not in net.tasks["colours"].metadata.preprocessing  # images come from the user's collate_fn
     assert evaluate(net, "colours", DataLoader(ImageFolder(folder / "test"), collate_fn=collate))["accuracy"] > 0.5
 
 
@@ -133,7 +130,7 @@ def test_a_folder_to_validate_on(folder, tmp_path, part):
     assert saved(other, tmp_path) == saved(trained(folder), tmp_path)
 
 
-def test_the_settings_come_before_the_loaders():
+def test_settings_override_the_loaders():
     seen = []
 
     class Watch(bitgraft.training.callbacks.Callback):
@@ -151,8 +148,8 @@ def test_a_loader_with_a_sampler_of_its_own_is_refused():
         fit(network(), "stripes", loader)
 
 
-class Untold(Dataset):
-    """Labels that show only when an image is asked for."""
+class WithoutLabels(Dataset):
+    """Does not list its labels."""
 
     def __init__(self, data):
         self.data = data
@@ -164,21 +161,20 @@ class Untold(Dataset):
         return self.data[index]
 
 
-@pytest.mark.parametrize("wrap", [lambda data: data, Untold, DataLoader])
-def test_one_class_is_refused_in_one_sentence(wrap):
+@pytest.mark.parametrize("wrap", [lambda data: data, WithoutLabels, DataLoader])
+def test_one_class_is_refused(wrap):
     images, _ = stripes(12, 1).tensors
     data = TensorDataset(images, torch.ones(12, dtype=torch.int64))
     with pytest.raises(TrainingError, match="all 12 training images of task 'stripes' are of one class, '1'"):
         fit(network(), "stripes", wrap(data), config=Config(epochs=1))
 
 
-@pytest.mark.parametrize("wrap", [lambda data: data, Untold])
-def test_an_empty_set_is_refused_in_one_sentence(wrap):
+def test_an_empty_set_is_refused():
     with pytest.raises(TrainingError, match="the training data of task 'stripes' is empty"):
-        fit(network(), "stripes", wrap(stripes(0, 1)), config=Config(epochs=1))
+        fit(network(), "stripes", WithoutLabels(stripes(0, 1)), config=Config(epochs=1))
 
 
-def test_what_has_no_length_is_refused():
+def test_data_without_a_length_is_refused():
     with pytest.raises(TrainingError, match="a generator has no length or no items: give a folder"):
         fit(network(), "stripes", (pair for pair in stripes(6, 1)))
 

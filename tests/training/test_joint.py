@@ -1,4 +1,4 @@
-"""Joint training: what tasks share learns along with them, on a backbone of its own."""
+"""Joint training: tasks also train the weights they share, on a copy of the backbone."""
 
 import subprocess
 import sys
@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from stripes import SHORT, backbone, stripes
+from stripes import SHORT, backbone, stop_after, stripes, without_dropout
 from tiny import snapshot
-from torch import nn
 from torch.nn import functional as F
 
 from bitgraft.errors import StoppedError, TrainingError, WrongBackboneError
@@ -26,7 +25,6 @@ def joint_network() -> Network:
     net = Network(backbone()).joint_copy()
     for name in NAMES:
         net.add_task(name, classes=3, method="adapters-joint")
-    torch.manual_seed(5)  # dropout
     return net
 
 
@@ -67,13 +65,13 @@ def test_shared_weights_and_all_tasks_learn_and_the_original_stays(tmp_path):
         assert net.tasks[name].metrics["last"]["val_loss"] == result.history[-1]["by_task"][name]["loss"]
 
 
-def test_afterwards_it_is_a_backbone_like_any_other(tmp_path):
+def test_afterwards_it_is_an_ordinary_backbone(tmp_path):
     net = joint_network()
     flags = [p.requires_grad for p in net.backbone.parameters()]
     fit(net, NAMES, TRAIN, None, CONFIG)
     assert [p.requires_grad for p in net.backbone.parameters()] == flags
     before = snapshot(net.backbone)
-    net.train()(TRAIN["a"].tensors[0], task="a").sum().backward()  # gradients do not reach it any more
+    net.train()(TRAIN["a"].tensors[0], task="a").sum().backward()  # gradients no longer reach it
     assert snapshot(net.backbone) == before
     answers = losses(net)
     net.add_task("later", classes=3)
@@ -86,22 +84,14 @@ def test_afterwards_it_is_a_backbone_like_any_other(tmp_path):
 
 
 def test_gradients_of_shared_weights_are_those_of_an_ordinary_module():
-    """The reference: the same layers written out, one step of plain SGD for each task in turn."""
+    """The reference: exported modules, and one step of plain SGD per task."""
     sgd = SHORT.changed(
         epochs=1, batch=50, optimizers=dict.fromkeys(SHORT.optimizers, "sgd"), rates=dict.fromkeys(SHORT.rates, 0.1),
         momentum=0.0, head_init=False, statistics="batch", warmup=0.0, schedule="constant", eps=1e-8,
         gradient_centralization=False, label_smoothing=0.0,
     )  # fmt: skip
-    net = joint_network()
-    plain = {}
-    for name in NAMES:
-        plain[name] = net.export(name).train()
-        for layer in net.backbone.modules():
-            if isinstance(layer, nn.Dropout):
-                layer.p = 0.0
-        for layer in plain[name].modules():
-            if isinstance(layer, nn.Dropout):
-                layer.p = 0.0
+    net = without_dropout(joint_network())
+    plain = {name: net.export(name).train() for name in NAMES}
     expected = {key: net.backbone.state_dict()[key].clone() for key in ("0.weight", "3.weight")}
     for name in NAMES:
         module = plain[name]
@@ -118,18 +108,15 @@ def test_gradients_of_shared_weights_are_those_of_an_ordinary_module():
         assert torch.allclose(net.backbone.state_dict()[key], tensor, atol=1e-6)
 
 
-@pytest.mark.parametrize("stop_after", [3, 8, 14])
-def test_a_resumed_run_gives_the_same_bytes(tmp_path, stop_after):
+@pytest.mark.parametrize("steps", [3, 8, 14])
+def test_a_resumed_run_gives_the_same_bytes(tmp_path, steps):
     config = CONFIG.changed(keep="best")
     whole = joint_network()
     fit(whole, NAMES, TRAIN, VAL, config)
     (tmp_path / "whole").mkdir()
     (tmp_path / "again").mkdir()
-    steps = iter(range(1, 1000))
     with pytest.raises(StoppedError):
-        fit(
-            joint_network(), NAMES, TRAIN, VAL, config, folder=tmp_path, stop=lambda: next(steps) == stop_after
-        )  # fmt: skip
+        fit(joint_network(), NAMES, TRAIN, VAL, config, folder=tmp_path, stop=stop_after(steps))
     again = joint_network()
     torch.manual_seed(99)
     fit(again, NAMES, TRAIN, VAL, config, folder=tmp_path, resume=True)
@@ -153,7 +140,7 @@ LOAD = textwrap.dedent(
 )
 
 
-def test_files_belong_to_the_new_backbone_alone(tmp_path):
+def test_files_belong_to_the_new_backbone_only(tmp_path):
     net = joint_network()
     fit(net, NAMES, TRAIN, None, CONFIG)
     everything(net, tmp_path)
@@ -166,7 +153,7 @@ def test_files_belong_to_the_new_backbone_alone(tmp_path):
             old.load_task(tmp_path / f"{name}.safetensors")
 
 
-def test_what_joint_training_would_change_is_refused():
+def test_joint_training_that_would_change_other_tasks_is_refused():
     net = Network(backbone())
     net.add_task("a", classes=3, method="adapters-joint")
     with pytest.raises(TrainingError, match=r"trains the weights that tasks share.*net\.joint_copy\(\)"):
@@ -177,7 +164,7 @@ def test_what_joint_training_would_change_is_refused():
     mixed = net.joint_copy()
     mixed.add_task("a", classes=3, method="adapters-joint")
     mixed.add_task("b", classes=3, method="full")
-    with pytest.raises(TrainingError, match="all tasks must be of that method"):
+    with pytest.raises(TrainingError, match="all tasks must use that method"):
         fit(mixed, NAMES, TRAIN, None, CONFIG)
     half = joint_network().half()
     with pytest.raises(TrainingError, match="float32"):

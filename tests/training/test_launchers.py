@@ -19,8 +19,8 @@ RUN = (
 @pytest.fixture
 def place(tmp_path):
     photos(tmp_path / "photos")
-    still = SOURCE.replace("nn.Dropout(0.3)", "nn.Identity()")  # each process would draw for itself
-    (tmp_path / "own_net.py").write_text(still)
+    source = SOURCE.replace("nn.Dropout(0.3)", "nn.Identity()")  # processes have different seeds
+    (tmp_path / "own_net.py").write_text(source)
     (tmp_path / "command.py").write_text("from bitgraft.cli.main import main\nmain()\n")
     return tmp_path
 
@@ -30,7 +30,7 @@ def run(launcher, place, *args):
 
 
 def test_two_processes_interrupted_twice_end_as_one_does(place):
-    """Ctrl-C, which all processes get, and once more from the launcher; then SIGTERM; then left to end."""
+    """Ctrl-C, which reaches all processes twice; then SIGTERM; then the run finishes."""
     with run(ACCELERATE, place, "--store", "one") as one, run(TORCHRUN, place, "--store", "two") as first:
         first.wait_for(f" 3/{EPOCHS}  loss")
         first.signal(signal.SIGINT)
@@ -46,7 +46,7 @@ def test_two_processes_interrupted_twice_end_as_one_does(place):
     assert "epoch  1/" not in second.out
     with run(TORCHRUN, place, "--store", "two", "--resume") as third:
         assert third.ended() == 0, third.err
-    assert third.out.count("resuming colours") == 1  # one of the processes speaks
+    assert third.out.count("resuming colours") == 1  # only the main process prints
     assert third.out.splitlines()[-1] == "next: bitgraft predict IMAGE --task colours --store two"
     left = {str(p.relative_to(place / "two")) for p in (place / "two").rglob("*") if p.is_file()}
     assert left == {"colours.safetensors", "runs/colours/metrics.jsonl", "store.json"}
@@ -57,8 +57,8 @@ def test_two_processes_interrupted_twice_end_as_one_does(place):
     assert len((place / "two/runs/colours/metrics.jsonl").read_text().splitlines()) == EPOCHS
 
 
-def test_a_fault_in_one_process_ends_all_with_its_sentence(place):
-    """The unreadable image is in the share of one of them."""
+def test_an_error_in_one_process_ends_all(place):
+    """The unreadable image is in the shard of one process."""
     (place / "photos/train/red/3.png").write_bytes(b"not an image")
     with run(TORCHRUN, place) as group:
         assert group.ended() != 0

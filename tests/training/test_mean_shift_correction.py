@@ -1,4 +1,4 @@
-"""Changes of weights act on inputs less their mean: what layers give in the mean stays what it was at the start."""
+"""Mean-shift correction: changes of weights apply to centred inputs, so the mean output of a layer stays."""
 
 import copy
 
@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import bitgraft
-from bitgraft.training.init import look
-from bitgraft.training.mean_shift_correction import Inputs, levelled
+from bitgraft.training.init import observe
+from bitgraft.training.mean_shift_correction import InputSums, corrected_weights
 from bitgraft.training.presets import preset
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def backbone() -> nn.Module:
 
 
 def images(count: int = 24) -> torch.Tensor:
-    return torch.rand(count, 3, 9, 9, generator=torch.Generator().manual_seed(1)) + 1  # a mean of its own
+    return torch.rand(count, 3, 9, 9, generator=torch.Generator().manual_seed(1)) + 1  # a mean far from 0
 
 
 def network(method: str = "full", **options) -> bitgraft.Network:
@@ -50,7 +50,7 @@ def batches(x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def changed(task) -> None:
-    """Another task, as if it had learned."""
+    """Change all parameters, as training would."""
     rng = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for _, parameter in task.roles():
@@ -72,16 +72,16 @@ def test_means_are_those_of_the_patches_that_kernels_see(n, size, kernel, stride
     torch.manual_seed(0)
     x = torch.randn(n, 4, *size)
     weight = torch.randn(3, 4, *kernel) if dense else torch.randn(4, 1, *kernel)
-    with Inputs({id(weight): "w"}) as inputs:
+    with InputSums({id(weight): "w"}) as inputs:
         F.conv2d(x, weight, stride=stride, padding=padding, groups=1 if dense else 4)
         F.conv2d(x.flip(0), weight=weight, stride=stride, padding=padding, groups=1 if dense else 4)
-        F.conv2d(x, torch.randn_like(weight), None, stride, padding, 1, 1 if dense else 4)  # another's
+        F.conv2d(x, torch.randn_like(weight), None, stride, padding, 1, 1 if dense else 4)  # another kernel
     patches = F.unfold(x, kernel, stride=stride, padding=padding).mean((0, 2))
     expected = patches.view(1 if dense else 4, -1, *kernel)
     torch.testing.assert_close(inputs.sums["w"] / inputs.pixels["w"], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_a_norm_gives_in_the_mean_stays_however_the_weight_before_it_changes():
+def test_the_mean_output_of_a_norm_stays_when_the_weight_before_it_changes():
     x = images()
     for layer in (0, 3, 6):
         net = network("finetune")
@@ -97,7 +97,7 @@ def test_what_a_norm_gives_in_the_mean_stays_however_the_weight_before_it_change
             return inside[0].mean((0, 2, 3))
 
         before = mean()
-        task.correct_mean_shift(look(net, "t", batches(x), CPU, means=True).means)
+        task.correct_mean_shift(observe(net, "t", batches(x), CPU, means=True).means)
         with torch.no_grad():
             task.owned[f"{layer}.weight"] += torch.randn(task.owned[f"{layer}.weight"].shape)
         torch.testing.assert_close(mean(), before, rtol=1e-4, atol=1e-5)
@@ -106,11 +106,11 @@ def test_what_a_norm_gives_in_the_mean_stays_however_the_weight_before_it_change
 
 
 @pytest.mark.parametrize("method", ["full", "simple", "finetune", "piggyback-bn"])
-def test_biases_take_up_what_they_make_up_for_to_the_last_bit(method):
+def test_folding_the_correction_into_biases_is_exact(method):
     net, x = network(method), images()
     task = net.tasks["t"]
-    task.correct_mean_shift(look(net, "t", batches(x), CPU, means=True).means)
-    assert sorted(task.input_means) == ["0.weight", "3.weight", "6.weight"] == sorted(levelled(task))
+    task.correct_mean_shift(observe(net, "t", batches(x), CPU, means=True).means)
+    assert sorted(task.input_means) == ["0.weight", "3.weight", "6.weight"] == sorted(corrected_weights(task))
     changed(task)
     with torch.no_grad():
         before, stored = net(x, task="t"), {n: v.clone() for n, v in task.stored().items()}
@@ -126,12 +126,12 @@ def test_biases_take_up_what_they_make_up_for_to_the_last_bit(method):
         assert torch.equal(net(x, task="t"), before)
 
 
-def test_gradients_reach_a_weight_through_the_bias_that_makes_up_for_it():
-    """As if the layer's input came with its mean taken off, for all that is not the backbone's own weight."""
+def test_gradients_reach_a_weight_through_the_corrected_bias():
+    """As if the layer's input were centred, for the change of its weight."""
     net, x = network("finetune"), images()
     task = net.tasks["t"]
     changed(task)
-    means = look(net, "t", batches(x), CPU, means=True).means
+    means = observe(net, "t", batches(x), CPU, means=True).means
     task.correct_mean_shift({"0.weight": means["0.weight"]})
     task.train()
     task.holds_statistics = True
@@ -146,15 +146,15 @@ def test_gradients_reach_a_weight_through_the_bias_that_makes_up_for_it():
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_tasks_without_norms_of_their_own_have_nothing_to_level():
+def test_tasks_without_their_own_norms_have_nothing_to_correct():
     net = network("full", norms=False)
-    assert not levelled(net.tasks["t"])
-    assert not look(net, "t", batches(images()), CPU, means=True).means
+    assert not corrected_weights(net.tasks["t"])
+    assert not observe(net, "t", batches(images()), CPU, means=True).means
 
 
 @pytest.mark.parametrize("statistics", ["kept", "batch"])
 @pytest.mark.parametrize("keep", ["last", "best"])
-def test_a_run_leaves_no_means_and_what_it_scored(statistics, keep, tmp_path):
+def test_a_run_folds_the_correction_and_keeps_its_accuracy(statistics, keep, tmp_path):
     net, x = network(), images(48)
     data = TensorDataset(x, torch.arange(48) % 3)
     config = preset("quick", "full").changed(epochs=3, mean_shift_correction=True, statistics=statistics, keep=keep)
@@ -167,7 +167,7 @@ def test_a_run_leaves_no_means_and_what_it_scored(statistics, keep, tmp_path):
     assert kept is not None
     assert right == pytest.approx(kept["val_accuracy"])
     assert result.best_tasks is not None
-    task.load_state_dict(result.best_tasks["t"])  # what others may do with it
+    task.load_state_dict(result.best_tasks["t"])  # as `bitgraft train` does
     net.save_task("t", tmp_path / "t.safetensors")
     loaded = bitgraft.Network(backbone())
     loaded.load_task(tmp_path / "t.safetensors")

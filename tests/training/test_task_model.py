@@ -1,4 +1,4 @@
-"""A task in other people's trainers: it learns, checkpoints are its own alone, and a run that stops resumes exactly."""
+"""A task in other trainers: checkpoints contain only the task, and a stopped run resumes exactly."""
 
 import warnings
 
@@ -22,7 +22,7 @@ BERT = transformers.BertConfig(
 
 
 @pytest.fixture(autouse=True)
-def ignore_what_trainers_warn_of():
+def ignore_warnings_of_trainers():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -119,7 +119,7 @@ def test_the_trainer_writes_the_task_and_resumes_to_the_same_file(tmp_path):
     assert all(name.startswith("task.") for name in load_file(tmp_path / "whole/checkpoint-3/model.safetensors"))
 
 
-def test_masks_form_over_the_run_and_the_network_moves_along():
+def test_masks_anneal_and_the_network_moves_along():
     net = Network(tiny())
     task = net.add_task("flowers", classes=3)
     model = TaskModel(net, "flowers", Config(anneal_masks=0.5))
@@ -133,7 +133,7 @@ def test_masks_form_over_the_run_and_the_network_moves_along():
     assert net.backbone.fc.weight.dtype == torch.float64
 
 
-def test_methods_with_phases_of_their_own_are_left_to_fit():
+def test_methods_with_several_phases_are_refused():
     net = Network(tiny())
     net.add_task("flowers", classes=3, method="packnet")
     with pytest.raises(TrainingError, match=r"use bitgraft\.fit"):

@@ -536,9 +536,9 @@ def test_an_interrupted_run_resumes_only_with_the_same_masks(place):
     whole = train(store, net, request("whole")).path.read_bytes()
     with pytest.raises(StoppedError):
         train(*open_store("store", None), request("half"), stop=lambda: True)
-    with pytest.raises(TrainingError, match=r"begun with other settings .borrow was"):
+    with pytest.raises(TrainingError, match=r"started with other settings .borrow was"):
         train(*open_store("store", None), dataclasses.replace(request("half", resume=True), borrow=("a",)))
-    with pytest.raises(TrainingError, match=r"begun with other settings .borrow was"):
+    with pytest.raises(TrainingError, match=r"started with other settings .borrow was"):
         train(*open_store("store", None), dataclasses.replace(request("half", resume=True), borrow=()))
     resumed = train(*open_store("store", None), request("half", resume=True)).path.read_bytes()
     tensors = [archive.from_bytes(data).tensors for data in (whole, resumed)]

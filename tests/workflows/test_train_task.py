@@ -13,7 +13,7 @@ from bitgraft.store import Backbone, Store
 from bitgraft.training import runs
 from bitgraft.training.callbacks import Plan
 from bitgraft.training.presets import QUICK
-from bitgraft.training.progress import Progress, spelled
+from bitgraft.training.progress import Progress, format_duration
 from bitgraft.workflows.train_jointly import train_jointly
 from bitgraft.workflows.train_task import Request, one_sentence, open_request, open_store, train
 
@@ -169,7 +169,7 @@ def test_progress_in_a_terminal_and_elsewhere(monkeypatch):
 
 
 def test_durations_are_spelled_out():
-    assert [spelled(s) for s in (4.4, 200, 7500)] == ["4 s", "3 min 20 s", "2 h 5 min"]
+    assert [format_duration(s) for s in (4.4, 200, 7500)] == ["4 s", "3 min 20 s", "2 h 5 min"]
 
 
 def test_a_store_of_joint_training_can_be_moved(place):

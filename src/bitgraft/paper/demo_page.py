@@ -14,7 +14,7 @@ from bitgraft.backbone.files import write_atomically
 from bitgraft.format.inspect import Inspection
 from bitgraft.paper.figures import Records, as_svg, draw, draw_curves, draw_k, draw_ones, learned_k
 from bitgraft.paper.report.render import Cell, Line, Table, from_template
-from bitgraft.training.progress import spelled
+from bitgraft.training.progress import format_duration
 
 THUMBNAIL = 128  # pixels
 
@@ -94,7 +94,7 @@ def write(found: Findings, path: Path) -> None:
         for task in filter(learned_k, masked):
             analyses.append(as_svg(draw([[partial(draw_k, task=task)]]), f"k by layer, {data}"))
     best = max((row for row in found.rows if row.method == "full"), key=lambda row: row.accuracy)
-    about = {"time": spelled(found.seconds), "cores": os.cpu_count(), "torch": torch.__version__, "best": best}
+    about = {"time": format_duration(found.seconds), "cores": os.cpu_count(), "torch": torch.__version__, "best": best}
     table = results_table(found)
     page = from_template("demo.html", found=found, table=table, curves=curves, analyses=analyses, **about)
     write_atomically(path, page.encode())

@@ -1,6 +1,7 @@
-"""One training loop for every method: configuration and presets, learner, optimisers, checkpoints and progress.
+"""One training loop for every method. Start with `loop.fit`; one optimiser step is `loop._Run._step`.
 
-What only makes a CPU faster is in `cpu/`. A run's way: loop -> init, loader -> learner -> optimizers -> evaluation.
+`inputs` and `loader` prepare the data, `init` the task; `learner` computes outputs and losses, `optimizers` updates the
+parameters, `evaluation` validates, `checkpoint` saves. `cpu/` only makes training on a CPU faster.
 
 May import: data, network and what is below them.
 """

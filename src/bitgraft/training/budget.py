@@ -1,4 +1,4 @@
-"""How long a run takes: epochs from the settings, the data and, if asked for, the time that a step takes."""
+"""How many epochs a run takes, from the settings, the data and, if needed, the measured time of a step."""
 
 import time
 from collections.abc import Sequence
@@ -11,31 +11,29 @@ from bitgraft.methods.registry import Phase
 from bitgraft.training.callbacks import Plan
 from bitgraft.training.checkpoint import Position
 from bitgraft.training.config import Config
-from bitgraft.training.learner import Learner, Objective, trial_step
-from bitgraft.training.loader import Turns
+from bitgraft.training.learner import Learner, Objective, dry_run
+from bitgraft.training.loader import InterleavedLoader
 from bitgraft.training.processes import from_main
 
-EPOCHS, SEVERAL, MANY = 30, 5, 100
-"""Passes over the data that are enough; the fewest, however large it is; and the most, however small."""
-LEAST, PER_CLASS, MOST = 1000, 10, 4000
-"""Steps: small data sets get LEAST and PER_CLASS more for each class; large ones MOST, or SEVERAL epochs."""
-OVERHEAD = 1.1  # validation and checkpoints, beside the steps
+TARGET_EPOCHS, MIN_EPOCHS, MAX_EPOCHS = 30, 5, 100
+MIN_STEPS, STEPS_PER_CLASS, MAX_STEPS = 1000, 10, 4000
+OVERHEAD = 1.1  # for validation and checkpoints
 
 
 def auto_epochs(steps_per_epoch: float, classes: int) -> int:
-    """The budget that follows the data, where the settings have steps="auto"."""
-    steps = min(max(EPOCHS * steps_per_epoch, LEAST + PER_CLASS * classes), MOST)
-    return min(MANY, max(SEVERAL, round(steps / steps_per_epoch)))
+    """The epochs of steps="auto": TARGET_EPOCHS, within bounds on the steps and then on the epochs."""
+    steps = min(max(TARGET_EPOCHS * steps_per_epoch, MIN_STEPS + STEPS_PER_CLASS * classes), MAX_STEPS)
+    return min(MAX_EPOCHS, max(MIN_EPOCHS, round(steps / steps_per_epoch)))
 
 
 def planned_epochs(config: Config, steps_per_epoch: float, classes: int, seconds_per_step: float | None) -> int:
-    """Epochs of a whole run; `steps_per_epoch` is that of one task in the mean."""
+    """Epochs of a whole run; `steps_per_epoch` is the mean over the tasks."""
     if config.minutes is not None and seconds_per_step is not None:
         epoch = seconds_per_step * steps_per_epoch * OVERHEAD
         if (epochs := int(60 * config.minutes / epoch)) < 1:
             raise TrainingError(
-                f"an epoch takes about {epoch / 60:.1f} minutes here, more than the {config.minutes:g} that it may: "
-                "allow more minutes, or train at a smaller image size"
+                f"an epoch takes about {epoch / 60:.1f} minutes here, but minutes={config.minutes:g}: allow more, or "
+                "train at a smaller image size"
             )
         return epochs
     if config.steps == "auto":
@@ -47,40 +45,42 @@ def plan(
     config: Config,
     phases: Sequence[Phase],
     learner: Learner,
-    turns: Turns,
+    train_loader: InterleavedLoader,
     objective: Objective,
     at: Position,
     accelerator: Accelerator,
 ) -> Plan:
-    """How long a run is going to be, noted in `at`; a resumed one keeps to what is noted there.
+    """Plan a run and set `at.epochs`; a resumed run keeps its `at.epochs`.
 
-    A step is timed where the user has not said how many there shall be.
+    Steps are timed if the user did not choose how many to run.
     """
     timed = config.minutes is not None or config.steps == "auto"
-    seconds = seconds_per_step(learner, turns, objective, accelerator) if timed else None
-    each = len(turns) / len(learner.tasks)  # together tasks see as many images as they would apart
-    classes = max(count or 0 for count in objective.outputs.values())
-    at.epochs = at.epochs or planned_epochs(config, each, classes, seconds)
-    whole = sum(share_of(at.epochs, phase, phases) for phase in phases)
-    return Plan(list(learner.tasks), whole, len(turns), at.epochs_done, seconds)
+    seconds = seconds_per_step(learner, train_loader, objective, accelerator) if timed else None
+    steps_per_task = len(train_loader) / len(learner.tasks)  # a task sees as many images as if trained alone
+    classes = max(count or 0 for count in objective.classes.values())
+    at.epochs = at.epochs or planned_epochs(config, steps_per_task, classes, seconds)
+    epochs = sum(share_of(at.epochs, phase, phases) for phase in phases)
+    return Plan(list(learner.tasks), epochs, len(train_loader), at.epochs_done, seconds)
 
 
 def share_of(epochs: int, phase: Phase, phases: Sequence[Phase]) -> int:
-    """A run's epochs, shared out between phases in the proportion of their own."""
+    """A phase's share of a run's epochs, in proportion to the method's own phase lengths."""
     if phase.epochs is None:
         return epochs
     return max(1, round(epochs * phase.epochs / sum(one.epochs or 0 for one in phases)))
 
 
-def seconds_per_step(learner: Learner, turns: Turns, objective: Objective, accelerator: Accelerator) -> float:
-    """Of the main process, measured on the first batch of each task; nothing is learned."""
-    took = []
-    for name in learner.tasks:
-        turn = next(turn for turn in turns.from_step(0, 0) if turn.task == name)
-        for _ in range(2):  # the first one also sets up memory
+def seconds_per_step(
+    learner: Learner, train_loader: InterleavedLoader, objective: Objective, accelerator: Accelerator
+) -> float:
+    """The mean time of a step over the tasks, measured in the main process on each task's first batch."""
+    seconds = []
+    for task in learner.tasks:
+        step_batch = next(batch for batch in train_loader.from_step(0, 0) if batch.task == task)
+        for _ in range(2):  # the first one warms up
             began = time.perf_counter()
-            trial_step(learner, turn, objective, accelerator)
+            dry_run(learner, step_batch, objective, accelerator)
             if accelerator.device.type != "cpu":
                 torch.accelerator.synchronize()
-        took.append(time.perf_counter() - began)
-    return from_main(sum(took) / len(took), accelerator)
+        seconds.append(time.perf_counter() - began)
+    return from_main(sum(seconds) / len(seconds), accelerator)

@@ -1,4 +1,4 @@
-"""Whoever watches a run: told of its start, steps, looks, epochs and, once, of its end."""
+"""Callbacks: a run reports its start, steps, losses, epochs and end to them."""
 
 import json
 import time
@@ -12,21 +12,21 @@ from bitgraft.errors import TrainingError, how_to_install
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is going to do, before its first step."""
+    """What a run will do, known before its first step."""
 
     tasks: list[str]
     epochs: int
-    """Of the whole run, those that are done already included."""
+    """Of the whole run, including finished ones."""
     steps_per_epoch: int
     done_epochs: int
     seconds_per_step: float | None
-    """About; None where it was not measured."""
+    """An estimate; None if not measured."""
 
 
 class Callback(Protocol):
-    """Whoever inherits from it writes only the methods that it needs."""
+    """Subclasses override the methods they need."""
 
-    # each body returns: mypy takes an empty one for abstract
+    # each body returns: mypy treats an empty one as abstract
 
     def begin(self, plan: Plan) -> None:
         return
@@ -35,7 +35,7 @@ class Callback(Protocol):
         return
 
     def look(self, loss: float, accuracy: float) -> None:
-        """How the epoch goes so far, whenever the loop has looked."""
+        """Called with the epoch's means so far, whenever the loop reads them from the device."""
         return
 
     def epoch(self, record: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ class Callback(Protocol):
 
 
 class JsonLines(Callback):
-    """One line of JSON for each epoch. A resumed run leaves the same file as an uninterrupted one."""
+    """Write one line of JSON per epoch. A resumed run writes the same file as an uninterrupted one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,9 +63,9 @@ class JsonLines(Callback):
 
 
 class Clock(Callback):
-    """Time spent on training steps, on the wall and of the processor, and the images that went through them.
+    """Measure the wall time, CPU time and images of training steps, without validation.
 
-    All in this process: a run that goes on after a kill is timed from there.
+    A resumed run is measured from where it resumes.
     """
 
     def __init__(self) -> None:
@@ -85,16 +85,11 @@ class Clock(Callback):
         self._restart()
 
     def epoch(self, record: dict[str, Any]) -> None:
-        self._restart()  # validation is not training
-
-    @property
-    def rate(self) -> float:
-        """Images a second."""
-        return self.images / max(self.seconds, 1e-9)
+        self._restart()
 
 
 class TensorBoard(Callback):
-    """Each epoch's numbers as curves. A resumed run's go on where its checkpoint was."""
+    """Log each epoch's losses and accuracies. A resumed run continues the curves from its checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -112,8 +107,8 @@ class TensorBoard(Callback):
     def epoch(self, record: dict[str, Any]) -> None:
         for name, value in record.items():
             if isinstance(value, float):
-                part, _, what = name.partition("_")
-                self._writer.add_scalar(f"{what}/{part}", value, record["epoch"])
+                split, _, metric = name.partition("_")
+                self._writer.add_scalar(f"{metric}/{split}", value, record["epoch"])
         self._writer.flush()
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""How well a task does on some data."""
+"""Loss and accuracy of a task."""
 
 import math
 from collections.abc import Mapping
@@ -10,44 +10,45 @@ from accelerate import Accelerator
 
 from bitgraft.errors import TrainingError
 from bitgraft.network import Network
-from bitgraft.training.batches import call, count, to_device
+from bitgraft.training.batches import batch_size, call_model, to_device
 from bitgraft.training.inputs import to_evaluate
 from bitgraft.training.learner import Objective
-from bitgraft.training.loader import Loader, loader
+from bitgraft.training.loader import Loader
 
 
 @torch.no_grad()
 def measure(
-    net: Network, task: str, batches: Loader, objective: Objective, accelerator: Accelerator
+    net: Network, name: str, loader: Loader, objective: Objective, accelerator: Accelerator
 ) -> dict[str, float]:
     """Loss and accuracy over all processes, in evaluation mode."""
-    held, device = net.tasks[task], accelerator.device
-    was_training = held.training
-    held.eval()
-    sums = torch.zeros(3, device=device)  # loss, right answers, images
-    for batch in batches:
-        objective.check(task, batch[1], batches.what)
+    task, device = net.tasks[name], accelerator.device
+    was_training = task.training
+    task.eval()
+    sums = torch.zeros(3, device=device)  # loss, correct answers, images
+    for batch in loader:
+        objective.check_labels(name, batch[1], loader.name)
         inputs, targets = to_device(batch, device)
         with accelerator.autocast():
-            output = call(partial(net, task=task), inputs, objective.given(targets))
-        sums[:2] += torch.stack([objective(task, output, targets).float(), objective.correct(output, targets).float()])
-        sums[2] += count(inputs)
-    held.train(was_training)
-    loss, right, images = accelerator.reduce(sums, "sum").tolist()
-    if not math.isfinite(loss):
-        cause = batches.not_finite(accelerator) or "all images are, so train with lower rates"
-        raise TrainingError(f"the loss on {batches.what} is not finite: {cause}")
-    return {"loss": loss / images, "accuracy": right / images}
+            output = call_model(partial(net, task=name), inputs, objective.forward_targets(targets))
+        loss, correct = objective(name, output, targets), objective.num_correct(output, targets)
+        sums[:2] += torch.stack([loss.float(), correct.float()])
+        sums[2] += batch_size(inputs)
+    task.train(was_training)
+    total, correct, images = accelerator.reduce(sums, "sum").tolist()
+    if not math.isfinite(total):
+        cause = loader.find_non_finite(accelerator) or "all images are finite, so train with lower rates"
+        raise TrainingError(f"the loss on {loader.name} is not finite: {cause}")
+    return {"loss": total / images, "accuracy": correct / images}
 
 
 def validate(
     net: Network, loaders: Mapping[str, Loader], objective: Objective, accelerator: Accelerator
 ) -> dict[str, Any]:
-    """What a record says of validation: the mean over the tasks that have such data, and each by itself if several."""
-    scores = {name: measure(net, name, batches, objective, accelerator) for name, batches in loaders.items()}
+    """The validation part of an epoch's record: the mean over tasks and, if there are several, each task's own."""
+    scores = {name: measure(net, name, loader, objective, accelerator) for name, loader in loaders.items()}
     if not scores:
         return {}
-    mean = {f"val_{what}": sum(s[what] for s in scores.values()) / len(scores) for what in ("loss", "accuracy")}
+    mean = {f"val_{metric}": sum(s[metric] for s in scores.values()) / len(scores) for metric in ("loss", "accuracy")}
     return mean if len(scores) == 1 else {**mean, "by_task": scores}
 
 
@@ -57,11 +58,11 @@ def evaluate(
     """Loss and accuracy of a task.
 
     Args:
-        data: a folder of images, what `open_data` gives, a Dataset of (image, label) with tensors or PIL images, or a
+        data: an image folder, the result of `open_data`, a Dataset of (image, label) with tensors or PIL images, or a
             DataLoader over one.
-        split: of a folder, which of its images: "train", "val" or "test".
+        split: which images of a folder: "train", "val" or "test".
     """
     accelerator, held = Accelerator(), net._added(task)
-    batches = loader(to_evaluate(held, data, split), "test", task, batch, accelerator, workers, pad=False)
+    loader = Loader(to_evaluate(held, data, split), "test", task, batch, accelerator, workers, pad=False)
     net.to(accelerator.device)
-    return measure(net, task, batches, Objective([held]), accelerator)
+    return measure(net, task, loader, Objective([held]), accelerator)

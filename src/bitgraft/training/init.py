@@ -1,9 +1,8 @@
-"""What a task starts from: norm statistics of its own data, a head fitted on cached features, and the means that
-changes of its weights are corrected by.
+"""Initialise a task from its data: norm statistics, a head fitted on cached features, input means.
 
-They take seconds and save epochs. Statistics come first: a head that was fitted to features normalised by the
-backbone's statistics is of no use once the task's own batches do the normalising. Each process runs its share of the
-images; all of them end with the same task.
+This takes seconds and saves epochs. Statistics come first, because a head fitted to features normalised by the
+backbone's statistics is useless once the task's own are used. Each process runs its shard of the images; all end with
+the same task.
 """
 
 from collections.abc import Iterable
@@ -17,91 +16,95 @@ from torch.nn import functional as F
 
 from bitgraft.network import Network
 from bitgraft.runtime.task_module import TaskModule
-from bitgraft.training.batches import call, to_device
+from bitgraft.training.batches import call_model, to_device
 from bitgraft.training.config import Config
-from bitgraft.training.inputs import check_labels
+from bitgraft.training.inputs import check_several_classes
 from bitgraft.training.learner import Objective
-from bitgraft.training.loader import Batches, Part, loader
-from bitgraft.training.mean_shift_correction import Inputs, levelled
+from bitgraft.training.loader import Loader, MicroBatch
+from bitgraft.training.mean_shift_correction import InputSums, corrected_weights
 from bitgraft.training.processes import broadcast_from_main, from_main, gathered_in_main
 from bitgraft.training.sync_bn import over_processes
 
 STEPS = 300
-DECAY = 3e-3  # on standardised features: less lets the head learn its few images by heart
-ON_DEVICE = 1 << 30  # bytes of features up to which the head is fitted on the device; more stay on the CPU
+DECAY = 3e-3  # on standardised features; with less the head overfits
+ON_DEVICE = 1 << 30  # bytes of features up to which the head is fitted on the device instead of the CPU
 
 
-def begin(
-    net: Network, name: str, data: Any, objective: Objective, config: Config, accelerator: Accelerator, workers: int
+def initialize(
+    net: Network, name: str, train_loader: Loader, objective: Objective, config: Config, accelerator: Accelerator
 ) -> None:
-    """Run what the configuration asks for before a task's first step."""
+    """Prepare a task for its first step, as the configuration says."""
     task, device = net.tasks[name], accelerator.device
+    data, workers = train_loader.data, train_loader.workers
     broadcast_from_main(task, accelerator)
     if config.head_init:
-        batches = loader(data, "training", name, config.batch, accelerator, workers, config.seed, smallest=2)
-        shares = ((inputs, objective.given(t), parts[0]) for (inputs, t), parts in batches.from_step(0, 0))
-        settle_statistics(net, name, shares, accelerator)
-    level = config.mean_shift_correction and config.statistics == "kept"
-    if config.head_init or level:
+        shuffled = Loader(data, "training", name, config.batch, accelerator, workers, config.seed, min_size=2)
+        batches = shuffled.from_step(0, 0)
+        shards = ((inputs, objective.forward_targets(targets), micro[0]) for (inputs, targets), micro in batches)
+        reset_statistics(net, name, shards, accelerator)
+    correct_means = config.mean_shift_correction and config.statistics == "kept"
+    if config.head_init or correct_means:
         plain = data.without_augmentation() if hasattr(data, "without_augmentation") else data
-        in_order = loader(plain, "training", name, 4 * config.batch, accelerator, workers, pad=False)
-        seen = look(net, name, in_order, device, head=config.head_init, means=level)
-        for labels in seen.labels:
-            objective.check(name, labels, in_order.what)
-        if looks := gathered_in_main(seen, accelerator):
-            seen = _merged(looks, in_order.batches)
-            if seen.labels and objective.loss is None and seen.labels[0].dim() == 1:
-                check_labels(task, torch.cat(seen.labels).tolist())
-            fit_head(net, name, seen, device)
-        means = from_main(seen.means, accelerator)
+        in_order = Loader(plain, "training", name, 4 * config.batch, accelerator, workers, pad=False)
+        observed = observe(net, name, in_order, device, head=config.head_init, means=correct_means)
+        for labels in observed.labels:
+            objective.check_labels(name, labels, in_order.name)
+        observed.indices = [index for shard in in_order.batches for index in shard]
+        if shards_observed := gathered_in_main(observed, accelerator):
+            observed = _merged(shards_observed)
+            if observed.labels and objective.loss is None and observed.labels[0].dim() == 1:
+                check_several_classes(task, torch.cat(observed.labels).tolist())
+            fit_head(net, name, observed, device)
+        means = from_main(observed.means, accelerator)
         task.correct_mean_shift({weight: mean.to(device) for weight, mean in means.items()})
     broadcast_from_main(task, accelerator)
 
 
 @torch.no_grad()
-def settle_statistics(
-    net: Network, name: str, batches: Iterable[tuple[Any, Any, Part]], accelerator: Accelerator
+def reset_statistics(
+    net: Network, name: str, batches: Iterable[tuple[Any, Any, MicroBatch]], accelerator: Accelerator
 ) -> None:
-    """Make the running statistics that the task owns the mean over one pass of training batches."""
-    task = net.tasks[name].train()
-    task_module = TaskModule(task)
+    """Set the task's running statistics to the mean over one pass of (inputs, targets, micro-batch)."""
+    task_module = TaskModule(net.tasks[name].train())
     task_module.refresh()
     layers: list[Any] = [m for m in task_module.module.modules() if getattr(m, "running_mean", None) is not None]
-    moving = [layer for layer in layers if layer.training]
-    if not moving:
+    layers = [layer for layer in layers if layer.training]
+    if not layers:
         return
-    for layer in moving:  # of this module alone, which is thrown away
-        layer.momentum = None
+    for layer in layers:  # of this temporary module only
+        layer.momentum = None  # a cumulative average
         layer.num_batches_tracked.zero_()
-    for inputs, targets, part in batches:
-        with over_processes(accelerator.num_processes, count=part.own > 0):
-            call(task_module, *to_device((inputs, targets), accelerator.device))
+    for inputs, targets, micro in batches:
+        with over_processes(accelerator.num_processes, count=micro.local_size > 0):
+            call_model(task_module, *to_device((inputs, targets), accelerator.device))
 
 
 @dataclass
-class Look:
-    """What one pass over the training images shows of a task as it starts."""
+class Observed:
+    """What one pass over the training images collects."""
 
     features: list[Tensor] = field(default_factory=list)
-    """What the head takes in, on the CPU."""
+    """Inputs of the head, on the CPU."""
     labels: list[Tensor] = field(default_factory=list)
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """What each weight that feeds a norm layer of the task's takes in, summed over images and pixels."""
+    """Inputs of each corrected weight, summed over images and pixels."""
     pixels: dict[str, int] = field(default_factory=dict)
+    indices: list[int] = field(default_factory=list)
+    """The images, in order."""
 
-    def take(self, features: Tensor) -> None:
-        """Keep what a linear head can be fitted on, one vector for each image."""
+    def add_features(self, features: Tensor) -> None:
+        """Keep features that a linear head can be fitted on, one vector per image."""
         if features.dim() == 2 or _is_pixel(features):
             self.features.append(features.cpu())
 
     @property
     def means(self) -> dict[str, Tensor]:
-        """For each such weight a tensor that broadcasts against it."""
+        """For each corrected weight, its mean input; it broadcasts against the weight."""
         return {name: total / self.pixels[name] for name, total in self.sums.items()}
 
 
 @torch.no_grad()
-def look(
+def observe(
     net: Network,
     name: str,
     batches: Iterable[tuple[Any, Any]],
@@ -109,73 +112,72 @@ def look(
     *,
     head: bool = False,
     means: bool = False,
-) -> Look:
-    """Run every image through the task as it is, in evaluation mode, for its head to be fitted, for means, or both."""
+) -> Observed:
+    """Run all images in evaluation mode and collect the head's inputs and labels, input means, or both."""
     task = net.tasks[name].eval()
     task_module = TaskModule(task)
     task_module.refresh()
-    seen, hooks = Look(), []
+    observed, hooks = Observed(), []
     if head := head and len(net.anatomy.heads) < 2 and task.metadata.head in ("classes", "linear"):
         layer = task.head if task.head is not None else task_module.module.get_submodule(net.anatomy.heads[0])
-        hooks.append(layer.register_forward_pre_hook(lambda layer, args: seen.take(args[0])))
-    inputs = Inputs({id(task_module.module.get_parameter(name)): name for name in levelled(task)} if means else {})
+        hooks.append(layer.register_forward_pre_hook(lambda layer, args: observed.add_features(args[0])))
+    weights = corrected_weights(task) if means else []
+    inputs = InputSums({id(task_module.module.get_parameter(weight)): weight for weight in weights})
     try:
         for images, targets in batches:
             with inputs:
-                call(task_module, to_device(images, device))
+                call_model(task_module, to_device(images, device))
             if head and isinstance(targets, Tensor):
-                seen.labels.append(targets)
+                observed.labels.append(targets)
     finally:
         for hook in hooks:
             hook.remove()
-    seen.sums, seen.pixels = {name: total.cpu() for name, total in inputs.sums.items()}, inputs.pixels
-    return seen
+    observed.sums, observed.pixels = {weight: total.cpu() for weight, total in inputs.sums.items()}, inputs.pixels
+    return observed
 
 
-def _merged(looks: list[Look], batches: Batches) -> Look:
-    """What all processes saw of these batches, as if one had."""
-    if len(looks) == 1:
-        return looks[0]
-    merged = Look()
-    for seen in looks:
-        for name, total in seen.sums.items():
+def _merged(shards: list[Observed]) -> Observed:
+    """What all processes observed, in the order of one process."""
+    if len(shards) == 1:
+        return shards[0]
+    merged = Observed()
+    for shard in shards:
+        for name, total in shard.sums.items():
             merged.sums[name] = merged.sums[name] + total if name in merged.sums else total
-            merged.pixels[name] = merged.pixels.get(name, 0) + seen.pixels[name]
-    order = torch.tensor([index for rank in range(len(looks)) for share in batches.of(rank) for index in share])
+            merged.pixels[name] = merged.pixels.get(name, 0) + shard.pixels[name]
+    order = torch.tensor([index for shard in shards for index in shard.indices]).argsort()
     for kind in ("features", "labels"):
-        if rows := [batch for seen in looks for batch in getattr(seen, kind)]:
-            getattr(merged, kind).append(torch.cat(rows)[order.argsort()])
+        if rows := [batch for shard in shards for batch in getattr(shard, kind)]:
+            getattr(merged, kind).append(torch.cat(rows)[order])
     return merged
 
 
-def fit_head(net: Network, name: str, seen: Look, device: torch.device) -> None:
-    """Minimise a linear head's cross entropy over all of the data at once."""
-    if not seen.features:
+def fit_head(net: Network, name: str, observed: Observed, device: torch.device) -> None:
+    """Fit a linear head on all cached features by cross entropy."""
+    if not observed.features:
         return
-    features, labels = torch.cat(seen.features), torch.cat(seen.labels)
+    features, labels = torch.cat(observed.features), torch.cat(observed.labels)
     features = features.flatten(1) if _is_pixel(features) else features
     if features.dim() == 2:
         weight, bias = _head_parameters(net, name)
-        place = device if features.nbytes <= ON_DEVICE else features.device
-        _minimise(features.to(place).float(), labels.to(place), weight, bias)
+        device = device if features.nbytes <= ON_DEVICE else features.device
+        _minimise(features.to(device).float(), labels.to(device), weight, bias)
 
 
 def _head_parameters(net: Network, name: str) -> tuple[nn.Parameter, nn.Parameter | None]:
     task = net.tasks[name]
-    if task.head is not None:
-        held: dict[str, Any] = dict(task.head.named_parameters())
-        return held["weight"], held.get("bias")
-    owned: dict[str, Any] = task.owned
-    return owned[f"{net.anatomy.heads[0]}.weight"], owned.get(f"{net.anatomy.heads[0]}.bias")
+    held: dict[str, Any] = task.owned if task.head is None else dict(task.head.named_parameters())
+    prefix = f"{net.anatomy.heads[0]}." if task.head is None else ""
+    return held[f"{prefix}weight"], held.get(f"{prefix}bias")
 
 
 def _is_pixel(features: Tensor) -> bool:
-    """Features of a head that is a 1x1 convolution on a map of one pixel."""
+    """Inputs of a head that is a 1x1 convolution on a map of one pixel."""
     return features.dim() > 2 and features[0, 0].numel() == 1
 
 
 def _minimise(features: Tensor, labels: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
-    """Adam on standardised features, then the scale and shift folded back into the head."""
+    """Adam on standardised features; the standardisation is then folded into the head."""
     mean, std = features.mean(0), features.std(0, correction=0).clamp(min=1e-4)
     inputs = (features - mean) / std
     w = torch.zeros(weight.shape[0], inputs.shape[1], device=inputs.device, requires_grad=True)

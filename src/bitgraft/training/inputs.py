@@ -1,7 +1,7 @@
-"""What people train and evaluate on, as data sets of tensors: a folder, opened splits, a Dataset, a DataLoader.
+"""Turn the user's data (a folder, splits, a Dataset, a DataLoader) into data sets of tensors.
 
-Images that are not tensors yet go through the task's preprocessing, which its file then states, and in training
-through the augmentation of the settings.
+Images that are not tensors get the task's preprocessing, which is saved in its file, and in training the configured
+augmentation.
 """
 
 import warnings
@@ -24,8 +24,8 @@ from bitgraft.training.config import Config
 from bitgraft.training.presets import preset
 
 
-class FromLoader(Dataset[Any]):
-    """The data set of a DataLoader, with the way in which that makes batches of it."""
+class LoaderDataset(Dataset[Any]):
+    """The data set of a DataLoader, with its `collate_fn`."""
 
     def __init__(self, loader: "DataLoader[Any]") -> None:
         self.data: Any = loader.dataset
@@ -39,59 +39,61 @@ class FromLoader(Dataset[Any]):
 
 
 def prepared(
-    tasks: Sequence[Task],
+    tasks: Mapping[str, Task],
     train: Mapping[str, Any],
     val: Mapping[str, Any],
     config: Config | None,
     workers: int,
     labelled: bool = True,
 ) -> tuple[dict[str, Any], dict[str, Any], Config, int]:
-    """What `fit` was given, with all that it leaves open: (data to train on, to validate on, settings, workers)."""
+    """Resolve the arguments of `fit`: (training data by task, validation data by task, settings, workers)."""
     given, config = {}, config or Config()
-    for task in tasks:
-        given[task.name], config, workers = from_loader(train[task.name], config, workers)
-    config = config.over(preset(tasks[0].preset, tasks[0].metadata.method))
-    pairs = {task.name: to_train(task, given[task.name], val.get(task.name), config) for task in tasks}
-    for task in tasks if labelled else ():
-        check_labels(task, known_labels(pairs[task.name][0]))
-    return {n: pair[0] for n, pair in pairs.items()}, {n: pair[1] for n, pair in pairs.items()}, config, workers
+    for name in tasks:
+        given[name], config, workers = from_loader(train[name], config, workers)
+    first = next(iter(tasks.values()))
+    config = config.over(preset(first.preset, first.metadata.method))
+    train_data, val_data = {}, {}
+    for name, task in tasks.items():
+        train_data[name], val_data[name] = to_train(task, given[name], val.get(name), config)
+        if labelled:
+            check_several_classes(task, known_labels(train_data[name]))
+    return train_data, val_data, config, workers
 
 
 def from_loader(given: Any, config: Config, workers: int) -> tuple[Any, Config, int]:
-    """A DataLoader's batch size and workers are taken where the settings have none; other data stay as they are."""
+    """Unwrap a DataLoader and use its batch size and workers unless others are given; return other data as is."""
     if not isinstance(given, DataLoader):
         return given, config, workers
     if not isinstance(given.sampler, RandomSampler | SequentialSampler) or given.batch_size is None:
         raise TrainingError(
-            "a DataLoader with a sampler of its own cannot be used: `fit` chooses the batches, so that a run can be "
-            "resumed; pass loader.dataset, and class_weights='balanced' for rare classes"
+            "a DataLoader with its own sampler cannot be used, because `fit` chooses the batches: "
+            "pass loader.dataset, and class_weights='balanced' for rare classes"
         )
     return unwrapped(given), Config(batch=given.batch_size).changed(**config.given()), workers or given.num_workers
 
 
 def unwrapped(given: Any) -> Any:
-    """The data of a DataLoader, with its `collate_fn` if that is the user's own; other data as they are."""
+    """The data set of a DataLoader, with its `collate_fn` if that is the user's own; other data as is."""
     if not isinstance(given, DataLoader):
         return given
-    return given.dataset if given.collate_fn is default_collate else FromLoader(given)
+    return given.dataset if given.collate_fn is default_collate else LoaderDataset(given)
 
 
 def to_train(task: Task, given: Any, val: Any, config: Config) -> tuple[Any, Any]:
-    """Data sets to train and to validate on; a folder or splits have both, unless others are given to validate on."""
+    """(training data, validation data); by default a folder or splits provide both."""
     if isinstance(given, str | Path):
         given = open_data(given, seed=config.seed, val_share=0.1 if val is None else 0.0)
         for text in given.warnings:
-            warnings.warn(text, DataWarning, stacklevel=5)
+            warnings.warn(text, DataWarning, stacklevel=4)
     if isinstance(given, Splits):
         _name_classes(task, given)
-        preprocessing, whose = _prepare(task, config), f"task {task.name!r}"
-        images = labelled(given, "train", task.classes or (), whose)
-        train = training_images(images, given, preprocessing, config)
+        preprocessing = _set_preprocessing(task, config)
+        train = training_images(_of_task(task, given, "train"), given, preprocessing, config)
         if val is None and given.val:
-            val = ImageDataset(labelled(given, "val", task.classes or (), whose), preprocessing)
-    elif _has_pictures(given):
-        pictures = read_dataset(given, f"the training data of task {task.name!r}")
-        train = training_images(pictures, None, _prepare(task, config), config)
+            val = ImageDataset(_of_task(task, given, "val"), preprocessing)
+    elif _has_pil_images(given):
+        images = read_dataset(given, f"the training data of task {task.name!r}")
+        train = training_images(images, None, _set_preprocessing(task, config), config)
     else:
         train = given
     if isinstance(val, str | Path):
@@ -101,19 +103,19 @@ def to_train(task: Task, given: Any, val: Any, config: Config) -> tuple[Any, Any
 
 
 def to_evaluate(task: Task, given: Any, split: str = "test") -> Any:
-    """A data set as the task evaluates it; of a folder or of splits, those images."""
+    """A data set with the task's preprocessing; `split` chooses images of a folder or of splits."""
     given, preprocessing = unwrapped(given), Preprocessing.from_dict(task.metadata.preprocessing)
     if isinstance(given, str | Path):
         given = open_data(given, val_share=0.0 if split == "train" else 0.1)
     if isinstance(given, Splits):
-        return ImageDataset(labelled(given, split, task.classes or (), f"task {task.name!r}"), preprocessing)
-    if _has_pictures(given):
+        return ImageDataset(_of_task(task, given, split), preprocessing)
+    if _has_pil_images(given):
         return ImageDataset(read_dataset(given, f"the data of task {task.name!r}"), preprocessing)
     return given
 
 
-def check_labels(task: Task, labels: Sequence[int] | None) -> None:
-    """Refuse data with which there is nothing to tell apart."""
+def check_several_classes(task: Task, labels: Sequence[int] | None) -> None:
+    """Refuse training data of a single class."""
     if labels is None or len(labels) == 0 or task.classes is None or len(present := set(map(int, labels))) > 1:
         return
     label = present.pop()
@@ -125,70 +127,71 @@ def check_labels(task: Task, labels: Sequence[int] | None) -> None:
 
 
 def known_labels(data: Any) -> Sequence[int] | None:
-    """The labels, where the data set shows them."""
+    """The labels if the data set lists them."""
     if isinstance(data, TensorDataset) and len(data.tensors) == 2 and data.tensors[1].dim() == 1:
         return data.tensors[1].tolist()
-    labels = (
-        data.labels if isinstance(data, ImageDataset) else getattr(data, "targets", None)
-    )  # as torchvision has them
+    labels = data.labels if isinstance(data, ImageDataset) else getattr(data, "targets", None)  # torchvision's name
     return labels if isinstance(labels, Sequence) and all(isinstance(label, int) for label in labels) else None
 
 
 def resized(stated: Mapping[str, Any], config: Config) -> Preprocessing:
-    """A preprocessing at the size that the settings ask for."""
-    made = Preprocessing.from_dict(stated)
+    """A task's stated preprocessing at the size of the settings."""
+    preprocessing = Preprocessing.from_dict(stated)
     if config.squash:
-        made = replace(made, crop="squash")
+        preprocessing = replace(preprocessing, crop="squash")
     if config.size is None and config.resize is None:
-        return made
-    return made.at(config.size or made.size, config.resize)
+        return preprocessing
+    return preprocessing.at(config.size or preprocessing.size, config.resize)
 
 
 def training_images(
     images: Images, splits: Splits | None, preprocessing: Preprocessing, config: Config
 ) -> ImageDataset:
-    """Images of a data set as training sees them; mirrored as the settings say, or else as the data set allows."""
-    allowed = splits is None or splits.flip
-    augmentation = Augmentation(flip=allowed if config.flip is None else config.flip, crop=config.crop)
-    cached = splits is not None or images.files is not None  # a Dataset may give another image each time
+    """Images with augmentation; by default they are mirrored if the data set allows it."""
+    flip = (splits is None or splits.flip) if config.flip is None else config.flip
+    augmentation = Augmentation(flip=flip, crop=config.crop)
+    cached = splits is not None or images.files is not None  # a Dataset may return another image each time
     return ImageDataset(images, preprocessing, augmentation, config.seed, cache_bytes=CACHE_BYTES if cached else 0)
 
 
 def labelled(splits: Splits, part: str, classes: Sequence[str], whose: str) -> Images:
-    """The images of a split with a task's numbers for their classes, which are matched by name."""
-    parts = {name: getattr(splits, name) for name in ("train", "val", "test")}
-    images: Images | None = parts[part]
+    """The images of a split, labelled with a task's class numbers. Classes are matched by name."""
+    images: Images | None = getattr(splits, part)
     if not images:
-        there = ", ".join(f"--split {name}" for name, held in parts.items() if held)
-        raise DataError(f"{splits.name} has no {part} images: choose {there}")
+        others = ", ".join(f"--split {name}" for name in ("train", "val", "test") if getattr(splits, name))
+        raise DataError(f"{splits.name} has no {part} images: choose {others}")
     if min(images.labels) < 0:
         raise DataError(f"the {part} images of {splits.name} have no labels, so accuracy cannot be measured on them")
     present = [splits.classes[label] for label in sorted(set(images.labels))]
-    if strange := [name for name in present if name not in classes]:
+    if unknown := [name for name in present if name not in classes]:
         raise DataError(
-            f"{whose} does not know {len(strange)} of the {len(present)} classes in the data: {few(strange)}; "
+            f"{whose} does not know {len(unknown)} of the {len(present)} classes in the data: {few(unknown)}; "
             f"it knows {few(classes) or 'none'}"
         )
     numbers = {name: number for number, name in enumerate(classes)}
     return replace(images, labels=tuple(numbers[splits.classes[label]] for label in images.labels))
 
 
-def _prepare(task: Task, config: Config) -> Preprocessing:
-    """The task's preprocessing at the size of the settings; its file is going to state it."""
+def _of_task(task: Task, splits: Splits, part: str) -> Images:
+    return labelled(splits, part, task.classes or (), f"task {task.name!r}")
+
+
+def _set_preprocessing(task: Task, config: Config) -> Preprocessing:
+    """Set the task's preprocessing to the size of the settings."""
     preprocessing = resized(task.metadata.preprocessing, config)
     task.metadata = replace(task.metadata, preprocessing=preprocessing.to_dict())
     return preprocessing
 
 
 def _name_classes(task: Task, splits: Splits) -> None:
-    """A task that was added with a number of classes gets the names that the data has for them."""
+    """Give a task that was added with a number of classes the class names of its data."""
     if task.classes == tuple(map(str, range(len(splits.classes)))):
         task.metadata = replace(task.metadata, classes=splits.classes)
 
 
-def _has_pictures(data: Any) -> bool:
-    """A data set of PIL images with labels."""
-    if isinstance(data, FromLoader | ImageDataset | TensorDataset | str | Path | Splits):
+def _has_pil_images(data: Any) -> bool:
+    """Whether this is a data set of PIL images with labels."""
+    if isinstance(data, LoaderDataset | ImageDataset | TensorDataset | str | Path | Splits):
         return False
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise TrainingError(

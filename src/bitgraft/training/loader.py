@@ -1,11 +1,10 @@
-"""Which images make up a batch.
+"""Which images each process runs at each step.
 
-A batch is a function of the seed, the epoch and the step alone. Each process takes its share of it. All processes run
-the same number of parts, since batch norm and gradients are reduced over all of them in each: where a part has fewer
-images than there are processes, those left without one run an image that counts for nothing.
+A batch depends only on the seed, the epoch and the step, so a run can resume at any step. Each process gets a shard of
+every batch. All processes run the same number of micro-batches, because batch norm and gradients are reduced over all
+processes in each of them. A process whose shard is empty runs one placeholder image with weight 0.
 """
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,31 +16,34 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Sampler, default_convert
 
 from bitgraft.errors import TrainingError
-from bitgraft.training.batches import pair
+from bitgraft.task import Task
+from bitgraft.training.batches import inputs_and_targets
+from bitgraft.training.config import Config
 from bitgraft.training.processes import gathered
 
 
 @dataclass(frozen=True)
-class Part:
-    """What is run at once: a batch, or one of those that it is accumulated from."""
+class MicroBatch:
+    """The images of one forward and backward pass; gradients accumulate over a step's micro-batches."""
 
-    whole: int
+    global_size: int
     """Images over all processes."""
-    own: int
-    """Images of this process. Where it has none, it runs one that counts for nothing."""
+    local_size: int
+    """Images of this process, not counting a placeholder."""
 
     @property
     def rows(self) -> int:
-        return max(1, self.own)
+        """Images that this process runs, including a placeholder."""
+        return max(1, self.local_size)
 
 
-class Batches(Sampler[list[int]]):
-    """The batches of one epoch, each a process's share of it, from any step on; in order where there is no seed.
+class ShardedBatchSampler(Sampler[list[int]]):
+    """This process's shard of each batch of an epoch, shuffled if there is a seed, starting at any step.
 
     Args:
-        accumulate: run each batch in so many parts.
-        smallest: a last batch, or part, of fewer images is run with the one before it. Batch norm needs two.
-        pad: give a process without a share an image that counts for nothing; else it skips the batch.
+        accumulate: micro-batches per batch.
+        min_size: merge a smaller last batch, or micro-batch, into the one before it. Batch norm needs two images.
+        pad: give a process with an empty shard a placeholder image; otherwise it skips the batch.
     """
 
     def __init__(
@@ -50,154 +52,170 @@ class Batches(Sampler[list[int]]):
         size: int,
         seed: int | None,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
         *,
         accumulate: int = 1,
-        smallest: int = 1,
+        min_size: int = 1,
         pad: bool = True,
     ) -> None:
-        self.count, self.size, self.seed, self.rank, self.world = count, size, seed, rank, world
-        self.accumulate, self.smallest, self.pad = accumulate, smallest, pad
-        self._sizes = _split(count, size, smallest)
-        self.epoch, self.first = 0, 0
+        self.count, self.size, self.seed, self.rank, self.world_size = count, size, seed, rank, world_size
+        self.accumulate, self.min_size, self.pad = accumulate, min_size, pad
+        self.global_sizes = _split(count, size, min_size)
+        self.epoch, self.first_step = 0, 0
 
-    def at(self, epoch: int, step: int = 0) -> "Batches":
-        """Go to a step of an epoch."""
-        self.epoch, self.first = epoch, step
+    def seek(self, epoch: int, step: int = 0) -> "ShardedBatchSampler":
+        """Start the next iteration at this step."""
+        self.epoch, self.first_step = epoch, step
         return self
 
     def __len__(self) -> int:
-        return len(self._sizes)
+        return len(self.global_sizes)
 
-    def whole(self, step: int) -> int:
-        """How many images the batch at a step has over all processes."""
-        return self._sizes[step]
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of a step, in the order of this process's shard."""
+        sizes = self._micro_sizes(step)
+        return [MicroBatch(size, len(range(self.rank, size, self.world_size))) for size in sizes]
 
-    def parts(self, step: int) -> list[Part]:
-        """The parts of the batch at a step, as they follow each other in this process's share."""
-        return [Part(size, len(range(self.rank, size, self.world))) for size in self._part_sizes(step)]
-
-    def _part_sizes(self, step: int) -> list[int]:
-        whole = self.whole(step)
-        return _split(whole, max(self.smallest, -(-whole // self.accumulate)), self.smallest)
-
-    def of(self, rank: int) -> "Batches":
-        """Another process's shares."""
-        other = copy.copy(self)
-        other.rank = rank
-        return other
+    def _micro_sizes(self, step: int) -> list[int]:
+        size = self.global_sizes[step]
+        return _split(size, max(self.min_size, -(-size // self.accumulate)), self.min_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         order = list(range(self.count))
         if self.seed is not None:
             rng = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
             order = torch.randperm(self.count, generator=rng).tolist()
-        for step in range(self.first, len(self)):
-            share, start = [], step * self.size
-            for size in self._part_sizes(step):
-                part = order[start : start + size]
-                share += part[self.rank :: self.world] or (part[:1] if self.pad else [])
+        for step in range(self.first_step, len(self)):
+            shard, start = [], step * self.size
+            for size in self._micro_sizes(step):
+                images = order[start : start + size]
+                shard += images[self.rank :: self.world_size] or (images[:1] if self.pad else [])
                 start += size
-            if share:
-                yield share
+            if shard:
+                yield shard
 
 
 class Loader:
-    """A data set in batches, from any step of any epoch on."""
+    """A task's training, validation or test data in batches, from any step of any epoch.
 
-    def __init__(self, data: Any, what: str, batches: Batches, workers: int, device: torch.device) -> None:
-        self.data, self.what, self.batches = data, what, batches
+    Further options are those of `ShardedBatchSampler`.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        kind: str,
+        task: str,
+        size: int,
+        accelerator: Accelerator,
+        workers: int = 0,
+        seed: int | None = None,
+        **batching: Any,
+    ) -> None:
+        self.data, self.workers, self.name = data, workers, f"the {kind} data of task {task!r}"
+        if not len(data):
+            raise TrainingError(f"{self.name} is empty: give it at least one image")
+        rank, world_size = accelerator.process_index, accelerator.num_processes
+        self.batches = ShardedBatchSampler(len(data), size, seed, rank, world_size, **batching)
         self._loader: DataLoader[Any] = DataLoader(
             data,
-            batch_sampler=batches,
+            batch_sampler=self.batches,
             num_workers=workers,
-            pin_memory=device.type == "cuda",
+            pin_memory=accelerator.device.type == "cuda",
             collate_fn=getattr(data, "collate_fn", None),
-            generator=torch.Generator(),  # its own: each pass draws a number, which must not move the network's
+            generator=torch.Generator(),  # each pass draws a seed, which must not advance the global generator
         )
 
-    def from_step(self, epoch: int, step: int) -> Iterator[tuple[Any, list[Part]]]:
-        """(a process's share of a batch, the parts that it is run in)."""
-        self._at(epoch, step)
-        return zip(map(pair, self._loader), map(self.batches.parts, range(step, len(self.batches))), strict=True)
+    def from_step(self, epoch: int, step: int) -> Iterator[tuple[tuple[Any, Any], list[MicroBatch]]]:
+        """Yield ((inputs, targets) of this process, their micro-batches)."""
+        self._seek(epoch, step)
+        micro_batches = map(self.batches.micro_batches, range(step, len(self.batches)))
+        return zip(map(inputs_and_targets, self._loader), micro_batches, strict=True)
 
-    def __iter__(self) -> Iterator[Any]:
-        self._at(0, 0)
-        return map(pair, self._loader)
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        self._seek(0, 0)
+        return map(inputs_and_targets, self._loader)
 
-    def not_finite(self, accelerator: Accelerator, epoch: int = 0, steps: range | None = None) -> str | None:
-        """What to say of the first image that is not finite, if there is one. All processes must ask."""
+    def find_non_finite(self, accelerator: Accelerator, epoch: int = 0, steps: range | None = None) -> str | None:
+        """An error message for the first image with NaN or infinite values, or None. All processes must call it."""
         steps = range(len(self.batches)) if steps is None else steps
-        self._at(epoch, steps.start)
-        shares = (index for _, share in zip(steps, self.batches, strict=False) for index in share)
-        found = gathered(next((i for i in shares if not _is_finite(self.data[i])), None), accelerator)
+        self._seek(epoch, steps.start)
+        indices = (index for _, shard in zip(steps, self.batches, strict=False) for index in shard)
+        found = gathered(next((i for i in indices if not _is_finite(self.data[i])), None), accelerator)
         first = min((index for index in found if index is not None), default=None)
-        return None if first is None else f"image {first} of {self.what} has values that are NaN or infinite: mend it"
+        return None if first is None else f"image {first} of {self.name} has NaN or infinite values: fix or remove it"
 
-    def _at(self, epoch: int, step: int) -> None:
+    def _seek(self, epoch: int, step: int) -> None:
         if hasattr(self.data, "set_epoch"):
             self.data.set_epoch(epoch)
-        self.batches.at(epoch, step)
-
-
-def loader(
-    data: Any,
-    kind: str,
-    task: str,
-    size: int,
-    accelerator: Accelerator,
-    workers: int = 0,
-    seed: int | None = None,
-    **batching: Any,
-) -> Loader:
-    """The training, validation or test data of a task in batches; further options are those of `Batches`."""
-    what = f"the {kind} data of task {task!r}"
-    if not len(data):
-        raise TrainingError(f"{what} is empty: give it at least one image")
-    batches = Batches(len(data), size, seed, accelerator.process_index, accelerator.num_processes, **batching)
-    return Loader(data, what, batches, workers, accelerator.device)
+        self.batches.seek(epoch, step)
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One step: a task, this process's share of a batch of its data, and the parts that the share is run in."""
+class StepBatch:
+    """The data of one optimiser step: this process's shard of a batch of one task."""
 
     task: str
-    what: str
+    name: str
+    """How errors call the data."""
     batch: tuple[Any, Any]
-    parts: list[Part]
+    """(inputs, targets)."""
+    micro_batches: list[MicroBatch]
 
     @property
-    def whole(self) -> int:
+    def global_size(self) -> int:
         """Images over all processes."""
-        return sum(part.whole for part in self.parts)
+        return sum(micro.global_size for micro in self.micro_batches)
 
 
-class Turns:
-    """The steps of an epoch of several tasks: they take turns, and one that is through with its data sits out."""
+class InterleavedLoader:
+    """The steps of one epoch, cycling through the tasks until each has used all of its data."""
 
     def __init__(self, loaders: Mapping[str, Loader]) -> None:
         self.loaders = loaders
-        lengths = {name: len(loader.batches) for name, loader in loaders.items()}
+        lengths = {task: len(loader.batches) for task, loader in loaders.items()}
         longest = max(lengths.values())
-        self.order = [(name, step) for step in range(longest) for name, length in lengths.items() if step < length]
+        self.order = [(task, step) for step in range(longest) for task, length in lengths.items() if step < length]
 
     def __len__(self) -> int:
         return len(self.order)
 
-    def from_step(self, epoch: int, step: int) -> Iterator[Turn]:
+    def from_step(self, epoch: int, step: int) -> Iterator[StepBatch]:
         streams = {}
         for name, loader in self.loaders.items():
             streams[name] = loader.from_step(epoch, sum(task == name for task, _ in self.order[:step]))
-        return (Turn(name, self.loaders[name].what, *next(streams[name])) for name, _ in self.order[step:])
+        return (StepBatch(task, self.loaders[task].name, *next(streams[task])) for task, _ in self.order[step:])
 
-    def not_finite(self, accelerator: Accelerator, epoch: int, steps: range) -> str | None:
-        """What to say of the first image in these steps that is not finite, if there is one."""
+    def find_non_finite(self, accelerator: Accelerator, epoch: int, steps: range) -> str | None:
+        """An error message for the first image in these steps with NaN or infinite values, or None."""
         for name, loader in self.loaders.items():
             own = [step for task, step in self.order[steps.start : steps.stop] if task == name]
-            if own and (found := loader.not_finite(accelerator, epoch, range(own[0], own[-1] + 1))):
+            if own and (found := loader.find_non_finite(accelerator, epoch, range(own[0], own[-1] + 1))):
                 return found
         return None
+
+
+def make_loaders(
+    tasks: Mapping[str, Task],
+    train: Mapping[str, Any],
+    val: Mapping[str, Any],
+    config: Config,
+    accelerator: Accelerator,
+    workers: int,
+) -> tuple[InterleavedLoader, dict[str, Loader]]:
+    """The loader of the training data of all tasks, and a loader for each task's validation data."""
+    train_loaders, val_loaders = {}, {}
+    for name, task in tasks.items():
+        has_batch_norm = any(tensor.endswith(".running_mean") for tensor in task.owned)
+        min_size = 2 if has_batch_norm and config.statistics == "batch" else 1
+        batching = {"accumulate": config.accumulate, "min_size": min_size}
+        train_loaders[name] = Loader(
+            train[name], "training", name, config.batch, accelerator, workers, config.seed, **batching
+        )
+        if val.get(name) is not None:
+            size = 4 * config.batch
+            val_loaders[name] = Loader(val[name], "validation", name, size, accelerator, workers, pad=False)
+    return InterleavedLoader(train_loaders), val_loaders
 
 
 def _is_finite(item: Any) -> bool:
@@ -205,10 +223,10 @@ def _is_finite(item: Any) -> bool:
     return all(bool(leaf.isfinite().all()) for leaf in leaves if isinstance(leaf, Tensor))
 
 
-def _split(count: int, size: int, smallest: int) -> list[int]:
-    """A count in parts of one size and the rest, which joins the last of them where it would be too small."""
+def _split(count: int, size: int, min_size: int) -> list[int]:
+    """Split a count into parts of one size; a remainder below `min_size` joins the last part."""
     sizes, rest = [size] * (count // size), count % size
-    if rest and rest < smallest and sizes:
+    if rest and rest < min_size and sizes:
         sizes[-1] += rest
     elif rest:
         sizes.append(rest)

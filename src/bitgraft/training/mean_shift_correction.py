@@ -1,4 +1,4 @@
-"""The mean of what weights take in, so that changes of weights can be levelled (`Task.correct_mean_shift`)."""
+"""Mean inputs of weights, for `Task.correct_mean_shift`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 from bitgraft.task import Task
 
 
-def levelled(task: Task) -> list[str]:
-    """The weights that the task changes of convolutions that feed a norm layer of its own, with bias and statistics."""
+def corrected_weights(task: Task) -> list[str]:
+    """Convolution weights that the task changes and that feed a norm layer whose bias and statistics it owns."""
     changed = {*task.transforms, *task.owned, *task.shared}
     return [
         name
@@ -24,8 +24,8 @@ def levelled(task: Task) -> list[str]:
     ]
 
 
-class Inputs(TorchFunctionMode):
-    """Within it, sums up what the kernels of convolutions take in. Kernels are known by their `id`."""
+class InputSums(TorchFunctionMode):
+    """Within it, sum the input patches of convolutions, by kernel. `kernels` maps the `id` of a kernel to its name."""
 
     def __init__(self, kernels: Mapping[int, str]) -> None:
         super().__init__()
@@ -52,11 +52,11 @@ class Inputs(TorchFunctionMode):
         dilation: Any = 1,
         groups: int = 1,
     ) -> None:
-        """The sum over images comes first: what each place of the kernel meets in that is all there is to know."""
         name = self.kernels.get(id(weight))
         if name is None or isinstance(padding, str) or groups not in (1, len(weight)):
             return
-        met = F.unfold(input.float().sum(0, keepdim=True), weight.shape[2:], dilation, padding, stride)
-        total = met.sum(2).view(-1 if groups > 1 else 1, *weight.shape[1:])
+        summed = input.float().sum(0, keepdim=True)  # first over images: the sum of patches is linear
+        patches = F.unfold(summed, weight.shape[2:], dilation, padding, stride)
+        total = patches.sum(2).view(-1 if groups > 1 else 1, *weight.shape[1:])
         self.sums[name] = self.sums[name] + total if name in self.sums else total
         self.pixels[name] = self.pixels.get(name, 0) + output[:, 0].numel()

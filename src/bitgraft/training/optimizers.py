@@ -1,7 +1,7 @@
-"""Optimisers by role, and rates by step."""
+"""Optimisers with a parameter group per role, the schedules of rates and masks, and the update of one step."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,17 +13,15 @@ from bitgraft.training.config import Config
 
 
 def build(learned: Iterable[tuple[str, nn.Parameter]], config: Config, phase: Phase) -> list[torch.optim.Optimizer]:
-    """One optimiser of each kind that the configuration names, with a group for each role."""
-    groups: dict[str, dict[str, list[nn.Parameter]]] = {}
+    """One optimiser of each kind in the configuration, with one parameter group per role."""
+    kinds: dict[str, dict[str, dict[int, nn.Parameter]]] = {}
     for role, parameter in learned:
-        held = groups.setdefault(config.optimizers[role], {}).setdefault(role, [])
-        if not any(parameter is other for other in held):
-            held.append(parameter)
+        kinds.setdefault(config.optimizers[role], {}).setdefault(role, {})[id(parameter)] = parameter
     built: list[torch.optim.Optimizer] = []
-    for kind, roles in groups.items():
-        settings = [
+    for kind, roles in kinds.items():
+        groups = [
             {
-                "params": parameters,
+                "params": list(parameters.values()),
                 "centralized": config.gradient_centralization and role in ("scores", "weights"),
                 "clip_to_ema_norm": config.clip_to_ema_norm and kind == "adam",
                 "lr": phase.rate if phase.rate is not None else config.rates[role],
@@ -31,11 +29,11 @@ def build(learned: Iterable[tuple[str, nn.Parameter]], config: Config, phase: Ph
             }
             for role, parameters in roles.items()
         ]
-        fused = all(p.device.type in ("cpu", "cuda") for parameters in roles.values() for p in parameters)
+        fused = all(p.device.type in ("cpu", "cuda") for parameters in roles.values() for p in parameters.values())
         if kind == "adam":
-            built.append(torch.optim.AdamW(settings, eps=config.eps, fused=fused))  # one pass; unfused takes ten
+            built.append(torch.optim.AdamW(groups, eps=config.eps, fused=fused))  # one pass over memory, not ten
         else:
-            built.append(torch.optim.SGD(settings, momentum=config.momentum, fused=fused))
+            built.append(torch.optim.SGD(groups, momentum=config.momentum, fused=fused))
     for optimizer in built:
         for group in optimizer.param_groups:
             group["base"] = group["lr"]
@@ -43,19 +41,19 @@ def build(learned: Iterable[tuple[str, nn.Parameter]], config: Config, phase: Ph
 
 
 def phases_of(method: Method, config: Config) -> tuple[Phase, ...]:
-    """A method's phases at its own pace, or at the configuration's."""
+    """A method's phases, with their own rates and drops only if `config.own_pace`."""
     if config.own_pace:
         return method.phases
     return tuple(replace(phase, rate=None, drop_after=None) for phase in method.phases)
 
 
 def rate_factor(config: Config, phase: Phase, step: int, steps_per_epoch: int, epochs: int) -> float:
-    """What every rate is multiplied by at a step of a phase."""
+    """The factor of every rate at a step of a phase."""
     warm = config.warmup * steps_per_epoch * epochs
     if step < warm:
         return (step + 1) / warm
     drop_after: float | None = config.drop_after
-    if phase.rate is not None:  # at its own point, which moves with the length of the phase
+    if phase.rate is not None:  # the phase's own drop, scaled to its actual length
         drop_after = phase.drop_after and phase.drop_after * epochs / (phase.epochs or epochs)
     if phase.rate is not None or config.schedule == "step":
         return 0.1 if drop_after is not None and step >= drop_after * steps_per_epoch else 1.0
@@ -65,9 +63,9 @@ def rate_factor(config: Config, phase: Phase, step: int, steps_per_epoch: int, e
 
 
 def hardness(config: Config, step: int, steps: int) -> float:
-    """How far masks have formed at a step of a run of so many."""
-    forming = config.anneal_masks * steps
-    return min(1.0, (step + 1) / forming) if forming else 1.0
+    """How far masks are annealed at a step: near 0 is W + R, 1 is the masked weights."""
+    annealing = config.anneal_masks * steps
+    return min(1.0, (step + 1) / annealing) if annealing else 1.0
 
 
 def set_rates(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> None:
@@ -76,51 +74,11 @@ def set_rates(optimizers: Iterable[torch.optim.Optimizer], factor: float) -> Non
             group["lr"] = group["base"] * factor
 
 
-@torch.no_grad()
-def centralize_gradients(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Take the mean off the gradient of each filter, where the configuration says so (gradient centralisation)."""
-    for _, group in _groups(optimizers, "centralized"):
-        kernels = [p for p in group["params"] if p.grad is not None and p.dim() > 1 and p[0].numel() > 1]
-        if grads := [p.grad for p in kernels]:
-            torch._foreach_sub_(grads, [grad.mean(tuple(range(1, grad.dim())), keepdim=True) for grad in grads])
+def update(optimizers: Sequence[Any], scaler: torch.amp.GradScaler | None) -> None:
+    """Centralise and clip gradients, step all optimisers (wrapped by accelerate), and clear gradients.
 
-
-@torch.no_grad()
-def clip_to_ema_norm(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Scale a tensor's gradient down to the root mean square that Adam remembers of it, where the configuration says
-    so (as StableAdamW does with its steps). Nothing is kept but Adam's own state. A tensor whose gradients were all 0
-    (R's, as long as k2 and k3 are) has no size to be held to."""
-    for optimizer, group in _groups(optimizers, "clip_to_ema_norm"):
-        known = [(p.grad, optimizer.state[p]) for p in group["params"] if p.grad is not None and optimizer.state.get(p)]
-        if not known:
-            continue
-        grads, states = [grad for grad, _ in known], [state for _, state in known]
-        steps = torch.stack([state["step"] for state in states]).to(grads[0].device, non_blocking=True)
-        past = torch.stack(_sums([state["exp_avg_sq"] for state in states])) / (1 - group["betas"][1] ** steps)
-        now = torch.stack(_square_sums(grads)).clamp(min=torch.finfo(past.dtype).tiny)
-        factors = torch.where(past > 0, (past / now).sqrt().clamp(max=1), 1.0)
-        torch._foreach_mul_(grads, list(factors.unbind()))
-
-
-def _groups(optimizers: Iterable[torch.optim.Optimizer], asking: str) -> list[tuple[torch.optim.Optimizer, Any]]:
-    return [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups if group.get(asking)]
-
-
-def _sums(tensors: list[Tensor]) -> list[Tensor]:
-    """The sum of each tensor, of which none has a negative value. Many tensors are one kernel on an accelerator; on a
-    CPU there are no kernels to save, and a norm sums in another order."""
-    return [t.sum() for t in tensors] if tensors[0].is_cpu else list(torch._foreach_norm(tensors, 1))
-
-
-def _square_sums(tensors: list[Tensor]) -> list[Tensor]:
-    if tensors[0].is_cpu:
-        return [tensor.square().sum() for tensor in tensors]
-    return list(torch._foreach_pow(torch._foreach_norm(tensors), 2))
-
-
-def advance(optimizers: Sequence[Any], scaler: torch.amp.GradScaler | None) -> None:
-    """One step of each, as accelerate wraps them. The scaler of fp16 may move only when all have taken theirs;
-    accelerate would move it after each."""
+    The scaler of fp16 is updated once, after all of them; accelerate would update it after each.
+    """
     if scaler is not None:
         for optimizer in optimizers:
             scaler.unscale_(optimizer.optimizer)
@@ -135,3 +93,47 @@ def advance(optimizers: Sequence[Any], scaler: torch.amp.GradScaler | None) -> N
         scaler.update()
     for optimizer in optimizers:
         optimizer.zero_grad()
+
+
+@torch.no_grad()
+def centralize_gradients(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Subtract the mean of each filter's gradient, in the groups with "centralized" (gradient centralisation)."""
+    for _, group in _groups(optimizers, "centralized"):
+        kernels = [p for p in group["params"] if p.grad is not None and p.dim() > 1 and p[0].numel() > 1]
+        if grads := [p.grad for p in kernels]:
+            torch._foreach_sub_(grads, [grad.mean(tuple(range(1, grad.dim())), keepdim=True) for grad in grads])
+
+
+@torch.no_grad()
+def clip_to_ema_norm(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Clip each tensor's gradient to the norm implied by Adam's second moment, in the groups with "clip_to_ema_norm".
+
+    StableAdamW clips its steps likewise. There is no state beside Adam's. A tensor whose gradients were all 0 so far
+    (as R's are while k2 = k3 = 0) is not clipped.
+    """
+    for optimizer, group in _groups(optimizers, "clip_to_ema_norm"):
+        known = [(p.grad, optimizer.state[p]) for p in group["params"] if p.grad is not None and optimizer.state.get(p)]
+        if not known:
+            continue
+        grads, states = [grad for grad, _ in known], [state for _, state in known]
+        steps = torch.stack([state["step"] for state in states]).to(grads[0].device, non_blocking=True)
+        past = torch.stack(_sums([state["exp_avg_sq"] for state in states])) / (1 - group["betas"][1] ** steps)
+        now = torch.stack(_square_sums(grads)).clamp(min=torch.finfo(past.dtype).tiny)
+        factors = torch.where(past > 0, (past / now).sqrt().clamp(max=1), 1.0)
+        torch._foreach_mul_(grads, list(factors.unbind()))
+
+
+def _groups(optimizers: Iterable[torch.optim.Optimizer], flag: str) -> Iterator[tuple[torch.optim.Optimizer, Any]]:
+    return ((optimizer, group) for optimizer in optimizers for group in optimizer.param_groups if group.get(flag))
+
+
+def _sums(tensors: list[Tensor]) -> list[Tensor]:
+    """The sum of each tensor; none has negative values. One kernel on an accelerator, plain sums on a CPU, where a norm
+    would add in another order."""
+    return [t.sum() for t in tensors] if tensors[0].is_cpu else list(torch._foreach_norm(tensors, 1))
+
+
+def _square_sums(tensors: list[Tensor]) -> list[Tensor]:
+    if tensors[0].is_cpu:
+        return [tensor.square().sum() for tensor in tensors]
+    return list(torch._foreach_pow(torch._foreach_norm(tensors), 2))

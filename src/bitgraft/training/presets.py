@@ -1,4 +1,4 @@
-"""The paper's protocols, and one for a CPU and minutes, with what each has otherwise for a method."""
+"""Presets: the paper's two protocols, and settings that train in minutes on a CPU. Some differ by method."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -39,7 +39,7 @@ PAPER = Config(
     flip=None,
     seed=0,
 )
-"""What the paper's two protocols share. Every setting is stated here; the other presets change some."""
+"""Common to the paper's protocols. It states every setting; the other presets change some."""
 IMAGENET_TO_SKETCH = PAPER.changed(size=224, crop="random-resized")
 DECATHLON = PAPER.changed(epochs=60, drop_after=45, size=64, resize=72)
 UNCORRECTED = PAPER.changed(
@@ -56,15 +56,14 @@ UNCORRECTED = PAPER.changed(
     statistics="kept",
     head_init=True,
 )
-"""`quick` without mean-shift correction: the tables of docs/results that have every method were made with it."""
+"""`quick` without mean-shift correction; the tables of docs/results that compare all methods use it."""
 QUICK = UNCORRECTED.changed(rates={"scores": 2e-3, "weights": 2e-3}, mean_shift_correction=True, label_smoothing=0.1)
-
 DEFAULT = QUICK.changed(steps="auto", keep="best", patience=0.25)
-"""As long as the data asks for, and never below the linear probe that it starts from."""
+"""The length depends on the data, and the result is never worse on validation than the linear probe it starts from."""
 
 
 def _uncorrected(given: Mapping[str, Any]) -> dict[str, Any]:
-    """For methods that have been measured so: back from `quick` to what it was."""
+    """Settings that turn `quick` back into `quick-uncorrected`, for methods that were measured with that."""
     rates = {role: UNCORRECTED.rates[role] for role in ("scores", "weights")} | given.get("rates", {})
     return {"mean_shift_correction": False, "label_smoothing": 0.0, **given, "rates": rates}
 
@@ -93,7 +92,7 @@ BY_METHOD: Mapping[tuple[str, str], Mapping[str, Any]] = {
     **{("quick-uncorrected", method): given for method, given in _RATES.items()},
     **{(name, method): given for name in ("default", "quick") for method, given in _CORRECTED.items()},
 }
-"""(preset, method) -> what that method has otherwise; docs/results/quick.md has the grid it was chosen from."""
+"""(preset, method) -> changed settings; docs/results/quick.md has the grid they were chosen from."""
 PRESETS = {
     "default": DEFAULT,
     "quick": QUICK,
@@ -104,12 +103,12 @@ PRESETS = {
 
 
 def preset(name: str, method: str = "full") -> Config:
-    """A protocol by its name, with the method's own rates where the protocol has some."""
+    """The settings of a preset for a method."""
     if name not in PRESETS:
         raise TrainingError(f"there is no preset {name!r}; known are {', '.join(PRESETS)}")
     return for_method(PRESETS[name], name, method)
 
 
 def for_method(config: Config, preset: str, method: str) -> Config:
-    """A protocol's settings with those that it has for a method in their place."""
+    """Apply the changes that a preset makes for a method."""
     return config.changed(**BY_METHOD.get((preset, method), {}))

@@ -1,4 +1,4 @@
-"""Several processes, one run: what they must hold in common, and what each keeps to itself."""
+"""Communication between the processes of a run, and their random state."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from bitgraft.errors import TrainingError
 
 T = TypeVar("T")
-REFUSED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 def check_supported(accelerator: Accelerator) -> None:
-    """Refuse what shards weights: a task's are computed from whole ones."""
-    if accelerator.distributed_type in REFUSED:
+    """Refuse sharded weights: a task's weights are computed from whole ones."""
+    if accelerator.distributed_type in SHARDED:
         raise TrainingError(
             f"training under {accelerator.distributed_type.value} is not supported: use one process or plain data "
             "parallelism (torchrun, or `accelerate launch --multi_gpu`); the frozen backbone takes no optimiser memory"
@@ -46,34 +46,32 @@ def from_main(item: T, accelerator: Accelerator) -> T:
 
 
 def broadcast_from_main(module: nn.Module, accelerator: Accelerator) -> None:
-    """Let all processes hold the parameters and buffers that the main one does."""
+    """Copy the main process's parameters and buffers to all processes."""
     if accelerator.num_processes > 1:
         for tensor in [*module.parameters(), *module.buffers()]:
             tensor.detach().copy_(broadcast(tensor.detach().clone()))
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Where this process's random numbers are, on the CPU and on its device."""
+    """The state of torch's generators on the CPU and on the device."""
     state = {"cpu": torch.get_rng_state()}
-    return state if device.type == "cpu" else state | {"device": _device_module(device).get_rng_state(device)}
+    if device.type != "cpu":
+        state["device"] = torch.get_device_module(device).get_rng_state(device)
+    return state
 
 
 def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"])
     if device.type != "cpu" and "device" in state:
-        _device_module(device).set_rng_state(state["device"], device)
+        torch.get_device_module(device).set_rng_state(state["device"], device)
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Dropout and the like by a seed; the caller's random numbers go on afterwards as if nothing had been."""
+    """Seed torch (dropout and the like); restore the caller's random state afterwards."""
     before = random_state(device)
     torch.manual_seed(seed)
     try:
         yield
     finally:
         set_random_state(before, device)
-
-
-def _device_module(device: torch.device) -> Any:
-    return torch.get_device_module(device)

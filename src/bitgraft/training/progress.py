@@ -1,4 +1,4 @@
-"""Progress for people: a live bar in a terminal, plain lines elsewhere."""
+"""Progress of a run: a live bar in a terminal, plain lines elsewhere."""
 
 import time
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from rich.progress import Progress as Bars
 
 from bitgraft.training.callbacks import Callback, Plan
 
-QUIET = 30.0  # seconds without a line, where there is no bar, until one says how the epoch goes
+QUIET = 30.0  # without a bar, print a line after this many seconds of silence
 
 
 class Progress(Callback):
@@ -38,8 +38,8 @@ class Progress(Callback):
         steps = epochs * plan.steps_per_epoch
         if plan.seconds_per_step is not None:
             seconds = (steps - done * plan.steps_per_epoch) * plan.seconds_per_step
-            longer = f"; twice as many ({self._setting}{2 * steps}) would take {spelled(2 * seconds)}"
-            self._say(f"{epochs} epochs, {steps:,} steps: about {spelled(seconds)}{'' if done else longer}")
+            longer = f"; twice as many ({self._setting}{2 * steps}) would take {format_duration(2 * seconds)}"
+            self._say(f"{epochs} epochs, {steps:,} steps: about {format_duration(seconds)}{'' if done else longer}")
         self._since = self._began = self._spoke = time.monotonic()
         fields: dict[str, Any] = {"epoch": min(done + 1, epochs), "epochs": epochs, "rate": "", "seen": ""}
         self._bar = self._bars.add_task(", ".join(plan.tasks), total=steps, completed=done * self._steps, **fields)
@@ -62,9 +62,9 @@ class Progress(Callback):
         if "val_accuracy" in record:
             accuracy += f"  val {100 * record['val_accuracy']:5.1f} %"
         line = f"{self._of(record['epoch'])}  loss {record['train_loss']:.3f}  {accuracy}  {self._rate()}"
-        if self._bars.disable and record["epoch"] < self._epochs:  # at the pace since this process began
-            pace = (time.monotonic() - self._began) / max(1, record["epoch"] - self._done)
-            line += f"  {spelled(pace * (self._epochs - record['epoch']))} left"
+        if self._bars.disable and record["epoch"] < self._epochs:  # at the mean speed of this process
+            seconds_per_epoch = (time.monotonic() - self._began) / max(1, record["epoch"] - self._done)
+            line += f"  {format_duration(seconds_per_epoch * (self._epochs - record['epoch']))} left"
         self._say(line)
         self._images, self._since = 0, time.monotonic()
 
@@ -83,14 +83,14 @@ class Progress(Callback):
 
 
 def with_progress(callbacks: Sequence[Callback], wanted: bool | None, main: bool) -> list[Callback]:
-    """These and a bar in the main process, if it is wanted; without a word, in a terminal or a notebook."""
+    """Add a bar in the main process if it is wanted; by default in a terminal or a notebook."""
     console = Console()
     seen = console.is_terminal or console.is_jupyter if wanted is None else wanted
     return [*callbacks, Progress(console, "steps=")] if seen and main else list(callbacks)
 
 
-def spelled(seconds: float) -> str:
-    """A time as people say it: 45 s, 3 min 20 s, 2 h 5 min."""
+def format_duration(seconds: float) -> str:
+    """45 s, 3 min 20 s or 2 h 5 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

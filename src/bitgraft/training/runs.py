@@ -1,4 +1,4 @@
-"""The folder of a run: its settings, checkpoint and metrics, and the lock that keeps others out."""
+"""The folder of a run: settings, checkpoint, metrics, and a lock against other commands."""
 
 import contextlib
 import json
@@ -14,24 +14,24 @@ STATE, SETTINGS, METRICS = "state.pt", "run.json", "metrics.jsonl"
 
 
 def begun(folder: Path) -> bool:
-    """A run was begun here and not ended; it may not have come to its first checkpoint."""
+    """Whether an unfinished run is here, with or without a checkpoint."""
     return (folder / STATE).exists() or (folder / SETTINGS).exists()
 
 
 def interrupted(folder: Path) -> bool:
-    """A run left a checkpoint here."""
+    """Whether an unfinished run left a checkpoint here."""
     return (folder / STATE).exists()
 
 
 def done(folder: Path) -> None:
-    """The task is written: only its metrics stay."""
+    """Remove everything but the metrics, once the task is written."""
     (folder / STATE).unlink(missing_ok=True)
     (folder / SETTINGS).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def occupied(folder: Path) -> Iterator[None]:
-    """Keep other commands out of the folder; one that is new and comes to nothing is removed again."""
+    """Lock the folder against other commands; remove a new one if the run fails before its first checkpoint."""
     new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -44,33 +44,37 @@ def occupied(folder: Path) -> Iterator[None]:
             yield
         except Exception:
             if new and not interrupted(folder):
-                _remove(folder)
+                done(folder)
+                (folder / METRICS).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # not empty
+                    folder.rmdir()
+                    folder.parent.rmdir()
             raise
     finally:
         os.close(held)
 
 
 def settle(folder: Path, settings: dict[str, Any], resume: bool) -> None:
-    """Note a new run's settings, or hold a resumed one to those that it began with."""
+    """Write the settings of a new run, or check that a resumed one has the same."""
     text = json.dumps(settings, indent=2)
     if not resume:
-        (folder / STATE).unlink(missing_ok=True)  # of an earlier run, which must not be taken for this one's
+        (folder / STATE).unlink(missing_ok=True)  # of an earlier run
         write_atomically(folder / SETTINGS, text.encode())
         return
     try:
         was, wanted = (_flat(json.loads(kept)) for kept in ((folder / SETTINGS).read_text(), text))
     except (OSError, ValueError) as cause:
-        raise TrainingError(f"{folder / SETTINGS} cannot be read ({cause}): pass --overwrite to begin anew") from cause
+        raise TrainingError(f"{folder / SETTINGS} cannot be read ({cause}): pass --overwrite to start again") from cause
     if other := [name for name in wanted if was.get(name) != wanted[name]]:
         shown = "; ".join(f"{name} was {_short(was.get(name))}, is {_short(wanted[name])}" for name in other)
         raise TrainingError(
-            f"the run in {folder} was begun with other settings ({shown}): give the same ones to resume it, or "
-            "--overwrite to begin anew"
+            f"the run in {folder} was started with other settings ({shown}): resume it with the same ones, or pass "
+            "--overwrite to start again"
         )
 
 
 def _lock(folder: int, path: Path) -> None:
-    """Held until the folder is closed or the process is gone, however it ends."""
+    """The lock is released when the folder is closed or the process ends, even if it is killed."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -79,14 +83,6 @@ def _lock(folder: int, path: Path) -> None:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise TrainingError(f"another command is training in {path}: wait for it, or choose another name") from None
-
-
-def _remove(folder: Path) -> None:
-    for name in (SETTINGS, METRICS):
-        (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # something else is in there
-        folder.rmdir()
-        folder.parent.rmdir()
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:

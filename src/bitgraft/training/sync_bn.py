@@ -1,7 +1,7 @@
-"""Batch norm over the batch of all processes, on any device.
+"""Synchronised batch norm, on any device.
 
-`nn.SyncBatchNorm` refuses a CPU and would have to replace modules. Within `synchronised`, every call of batch norm in
-training mode, from whatever module, takes its mean and variance over all processes.
+`nn.SyncBatchNorm` does not run on a CPU and needs its modules replaced. Within `synchronised`, every batch norm in
+training mode computes its mean and variance over all processes.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from bitgraft.errors import TrainingError
 
 
 class synchronised(TorchFunctionMode):  # noqa: N801 - used as a context manager, like torch.no_grad
-    """With `count=False` this process runs along, but its values count for nothing."""
+    """With `count=False` this process takes part with weight 0."""
 
     def __init__(self, count: bool = True) -> None:
         super().__init__()
@@ -30,12 +30,12 @@ class synchronised(TorchFunctionMode):  # noqa: N801 - used as a context manager
 
 
 def over_processes(processes: int, count: bool = True) -> AbstractContextManager[Any]:
-    """`synchronised`, if there are several processes."""
+    """`synchronised` if there are several processes."""
     return synchronised(count) if processes > 1 else nullcontext()
 
 
 class _AllReduce(torch.autograd.Function):
-    """The sum over processes, of gradients, too."""
+    """The sum over processes, in the forward and in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:  # noqa: ARG004
@@ -63,11 +63,11 @@ def _batch_norm(
         return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     dims, shape = [d for d in range(input.dim()) if d != 1], [1, -1] + [1] * (input.dim() - 2)
     count = torch.full((1,), share * (input.numel() // input.shape[1]), device=input.device)
-    with torch.no_grad():  # the mean, as near as float32 has it
+    with torch.no_grad():  # the mean, up to the rounding of float32
         first = torch.cat([input.float().sum(dims) * share, count])
         torch.distributed.all_reduce(first)
         centre = first[:-1] / first[-1]
-    wide = input.float() - centre.view(shape)  # E[x²] - E[x]² is exact enough only where the mean is next to 0
+    wide = input.float() - centre.view(shape)  # E[x²] - E[x]² is accurate only for a mean near 0
     own = torch.cat([wide.sum(dims) * share, wide.square().sum(dims) * share, count])
     sums: Tensor = _AllReduce.apply(own)
     total = sums[-1]
@@ -84,14 +84,14 @@ def _batch_norm(
 
 
 @contextmanager
-def single_values_explained() -> Iterator[None]:
-    """PyTorch's own error, with what to do."""
+def explain_single_values() -> Iterator[None]:
+    """Turn PyTorch's error about a batch of one value into one that says what to do."""
     try:
         yield
     except ValueError as cause:
         if "more than 1 value per channel" not in str(cause):
             raise
         raise TrainingError(
-            "batch norm cannot take statistics of a single value: train with a batch of at least 2 images, or with "
+            "batch norm cannot compute statistics of a single value: train with a batch of at least 2 images, or with "
             "statistics='kept'"
         ) from cause

@@ -1,4 +1,4 @@
-"""A task as an ordinary module, for other people's trainers. Callbacks for two of them: `lightning`, `transformers`."""
+"""A task as an ordinary module, for other trainers; `lightning` and `transformers` have callbacks for two of them."""
 
 from pathlib import Path
 from typing import Any
@@ -17,28 +17,27 @@ from bitgraft.training.presets import preset
 
 
 class TaskModel(nn.Module):
-    """One task of a network, called as the backbone is.
+    """One task of a network, with the backbone's call signature.
 
         model = TaskModel(net, "flowers")
         optimizer = model.optimizer()
 
-    Its parameters and its state dict are the task's alone, so a trainer's checkpoints hold nothing of the backbone. The
-    trainer's callback does between steps what `fit` does.
+    Its parameters and state dict are only the task's, so a trainer's checkpoints do not contain the backbone. The
+    callback for the trainer anneals masks and processes gradients as `fit` does.
 
     Args:
-        config: what to change in the preset that the task was added with; how long to train and the schedule of rates
-            are the trainer's.
+        config: changes to the preset that the task was added with; the trainer decides the length and the schedule.
     """
 
-    accepts_loss_kwargs = False  # Hugging Face's Trainer would pass some to the backbone
+    accepts_loss_kwargs = False  # otherwise Hugging Face's Trainer passes some to the backbone
 
     def __init__(self, net: Network, name: str, config: Config | None = None) -> None:
         super().__init__()
         self.task = trainable(net, name)
         method = registry.get(self.task.metadata.method)
         if method.joint or len(method.phases) > 1:
-            raise TrainingError(f"method {method.name!r} has its own way of training: use bitgraft.fit")
-        self._net = (net,)  # out of sight of whoever collects parameters
+            raise TrainingError(f"method {method.name!r} needs its own training loop: use bitgraft.fit")
+        self._net = (net,)  # in a tuple, so that it is not a submodule
         self._settings = (config or Config()).over(preset(self.task.preset, method.name))
         self.task.holds_statistics = self._settings.statistics == "kept"
         if self._settings.scale_k2_by_r:
@@ -53,20 +52,20 @@ class TaskModel(nn.Module):
         return self
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """AdamW with a group for each role, at the rates of the settings."""
+        """AdamW with one parameter group per role, at the configured rates."""
         config = self._settings.changed(optimizers=dict.fromkeys(ROLES, "adam"))
         return optimizers.build(self.task.roles(), config, registry.Phase())[0]
 
     def before_step(self, step: int, steps: int) -> None:
-        """Let masks form, at a step of a run of so many."""
+        """Anneal the masks; `steps` is the length of the run."""
         self.task.set_hardness(optimizers.hardness(self._settings, step, steps))
 
     def before_optimizer(self, optimizer: Any) -> None:
-        """Bring gradients into shape, as the settings say; nothing for an optimiser of your own."""
+        """Centralise and clip gradients as configured; does nothing for an optimiser that `optimizer` did not make."""
         optimizers.centralize_gradients([optimizer])
         optimizers.clip_to_ema_norm([optimizer])
 
     def finish(self, path: str | Path) -> None:
-        """End of learning: round the task and write its file."""
+        """Round the trained task and write its file."""
         self.task.holds_statistics = False
         self._net[0].save_task(compact(self.task).name, path)

@@ -9,7 +9,7 @@ from bitgraft.training.task_model import TaskModel
 
 
 class TaskCallback(TrainerCallback):
-    """For a Trainer of a `TaskModel`; writes the task file when training ends."""
+    """For a Trainer of a `TaskModel`: prepare each step as `fit` does; write the task file at the end."""
 
     def __init__(self, model: TaskModel, path: str | Path) -> None:
         self.model, self.path = model, path

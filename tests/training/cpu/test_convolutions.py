@@ -1,4 +1,4 @@
-"""Convolutions that learn do so from the gradients that PyTorch's own convolution gives, whichever way they go."""
+"""Every algorithm for a trained convolution gives the gradients of PyTorch's own."""
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ def test_half_precision_autocast_and_frozen_kernels_are_left_alone(monkeypatch):
         F.conv2d(x, layer.weight, padding="same", groups=4)
 
 
-def test_the_layer_as_modules_call_it():
+def test_a_layer_that_calls_conv2d():
     torch.manual_seed(0)
     layer = nn.Conv2d(6, 6, 5, padding=2, stride=2, groups=6)
     x = torch.randn(3, 6, 4, 4, requires_grad=True)
@@ -93,60 +93,57 @@ def test_the_layer_as_modules_call_it():
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def by_hand(monkeypatch) -> list[str]:
-    """Which ways are gone."""
-    gone = []
-    for module, name in [(products, "convolved"), (products, "input_gradient"), (products, "weight_gradient")]:
+def recorded(monkeypatch) -> list[str]:
+    """The names of our functions, as they are called."""
+    calls = []
+    functions = [(products, name, name) for name in ("convolve", "input_gradient", "weight_gradient")]
+    functions += [(winograd, name, f"tiles.{name}") for name in ("convolve", "gradients")]
+    for module, name, label in functions:
         real = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, real=real, name=name: gone.append(name) or real(*args))
-    for name in ("convolved", "gradients"):
-        real = getattr(winograd, name)
-        monkeypatch.setattr(
-            winograd, name, lambda *args, real=real, name=name: gone.append(f"tiles.{name}") or real(*args)
-        )
-    return gone
+        monkeypatch.setattr(module, name, lambda *args, real=real, label=label: calls.append(label) or real(*args))
+    return calls
 
 
 @pytest.mark.parametrize(
-    ("x", "weight", "how", "ways"),
+    ("x", "weight", "how", "expected_calls"),
     [
-        ((32, 32, 4, 4), (32, 32, 3, 3), {"padding": 1}, ["tiles.convolved", "tiles.gradients"]),
-        ((16, 48, 9, 6), (32, 48, 3, 3), {}, ["tiles.convolved", "tiles.gradients"]),
+        ((32, 32, 4, 4), (32, 32, 3, 3), {"padding": 1}, ["tiles.convolve", "tiles.gradients"]),
+        ((16, 48, 9, 6), (32, 48, 3, 3), {}, ["tiles.convolve", "tiles.gradients"]),
         ((15, 48, 9, 6), (32, 48, 3, 3), {}, []),  # too few tiles
         ((32, 32, 4, 4), (16, 32, 3, 3), {"padding": 1}, ["weight_gradient"]),  # narrow
-        ((32, 40, 8, 8), (32, 40, 3, 3), {"padding": 1}, []),  # channels that do not come in blocks
+        ((32, 40, 8, 8), (32, 40, 3, 3), {"padding": 1}, []),  # channels not a multiple of 16
         ((32, 32, 8, 8), (32, 32, 3, 3), {"padding": 1, "dilation": 2}, []),
         ((32, 32, 8, 8), (32, 32, 3, 3), {"padding": 1, "stride": 2}, ["weight_gradient"]),
         ((32, 32, 8, 8), (32, 32, 5, 5), {"padding": 2}, []),
-        ((2, 512, 8, 8), (256, 512, 1, 1), {}, []),  # one product, of PyTorch's
-        ((2, 512, 8, 8), (256, 512, 1, 1), {"stride": 2}, ["convolved", "input_gradient", "weight_gradient"]),
+        ((2, 512, 8, 8), (256, 512, 1, 1), {}, []),  # one product, left to PyTorch
+        ((2, 512, 8, 8), (256, 512, 1, 1), {"stride": 2}, ["convolve", "input_gradient", "weight_gradient"]),
         ((2, 64, 8, 8), (64, 64, 1, 1), {}, ["weight_gradient"]),
         ((2, 64, 4, 4), (64, 64, 1, 1), {}, ["input_gradient", "weight_gradient"]),
     ],
 )
-def test_which_way_a_convolution_goes(monkeypatch, x, weight, how, ways):
+def test_which_algorithm_a_convolution_uses(monkeypatch, x, weight, how, expected_calls):
     torch.manual_seed(0)
     x, weight, bias = torch.randn(x), torch.randn(weight) / 20, torch.randn(weight[0])
     y, expected, _ = gradients(x, weight, bias, **how)
-    gone = by_hand(monkeypatch)
+    calls = recorded(monkeypatch)
     with Convolutions():
         z, found, _ = gradients(x, weight, bias, **how)
-    assert gone == ways
+    assert calls == expected_calls
     for one, other in zip([z, *found], [y, *expected], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
 
 
-def test_where_there_are_no_compiled_loops_there_are_no_tiles(monkeypatch):
+def test_without_compiled_loops_there_are_no_tiles(monkeypatch):
     monkeypatch.setattr(kernels, "loops", lambda module: None)
-    gone = by_hand(monkeypatch)
+    calls = recorded(monkeypatch)
     with Convolutions():
         _, _, name = gradients(torch.randn(32, 32, 8, 8), torch.randn(32, 32, 3, 3), None, padding=1)
     assert name == "ConvolutionBackward0"
-    assert not gone
+    assert not calls
 
 
 @pytest.mark.parametrize(("switch", "name"), [("on", "_ConvolutionBackward"), ("off", "ConvolutionBackward0")])
-def test_one_switch_leaves_convolutions_to_pytorch(monkeypatch, switch, name):
+def test_a_switch_leaves_convolutions_to_pytorch(monkeypatch, switch, name):
     monkeypatch.setenv("BITGRAFT_KERNELS", switch)
     with fast_convolutions(torch.device("cpu")):
         assert gradients(torch.randn(2, 4, 2, 2), torch.randn(4, 4, 3, 3), None, padding=1)[2] == name

@@ -1,4 +1,4 @@
-"""Convolutions by tiles: each transform against the matrix that it applies, the whole against PyTorch in float64."""
+"""Winograd convolutions: each transform against its matrix, the result against PyTorch in float64."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def channels_last(*shape: int) -> torch.Tensor:
 
 
 def windows(maps: torch.Tensor, window: int, padding: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
-    """(tiles, window, window, channels), in the obvious way."""
+    """(tiles, window, window, channels), the slow reference."""
     cut, (down, across) = [], winograd._grid(size)
     far = F.pad(maps, (padding[1], window + 4, padding[0], window + 4))
     for one in far:
@@ -37,20 +37,20 @@ def test_tiles_are_the_matrix_times_each_window_times_the_matrix(maps, channels,
     outputs = (size[0] + 2 * padding[0] - 2, size[1] + 2 * padding[1] - 2)
     for kind, matrix, pad in [("inputs", loops._INPUTS, padding), ("outputs", loops._OUTPUTS, (0, 0))]:
         given = channels_last(maps, channels, *(size if kind == "inputs" else outputs))
-        found = winograd._spread(kind, given, outputs, pad)
+        found = winograd._to_tiles(kind, given, outputs, pad)
         m = torch.from_numpy(matrix)
         expected = torch.einsum("ri,tijc,sj->rstc", m, windows(given, matrix.shape[1], pad, outputs), m).flatten(0, 1)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
     kernel = channels_last(maps, channels, 3, 3)
     g = torch.from_numpy(loops._FILTERS)
     expected = torch.einsum("ri,ocij,sj->rsoc", g, kernel, g).flatten(0, 1)
-    torch.testing.assert_close(winograd._spread("filters", kernel), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(winograd._to_tiles("filters", kernel), expected, rtol=1e-5, atol=1e-5)
 
 
 @settings(deadline=None, max_examples=15)
 @given(st.integers(1, 3), st.sampled_from([16, 32, 48]), SIZES, PADDINGS)
-def test_to_gather_is_the_transpose_of_to_spread(maps, channels, size, padding):
-    """<S x, t> = <x, S' t>, and nothing that was in the room before is left in it."""
+def test_from_tiles_is_the_transpose_of_to_tiles(maps, channels, size, padding):
+    """<S x, t> = <x, S' t>, and previous values of the output do not matter."""
     torch.manual_seed(0)
     outputs = (size[0] + 2 * padding[0] - 2, size[1] + 2 * padding[1] - 2)
     cases = [
@@ -60,13 +60,13 @@ def test_to_gather_is_the_transpose_of_to_spread(maps, channels, size, padding):
     ]
     for kind, shape, whole, pad in cases:
         x = channels_last(maps, channels, *shape)
-        spread = winograd._spread(kind, x, whole, pad)
-        t = torch.randn_like(spread)
-        room = torch.full_like(x, float("nan"))
-        back = winograd._gather(kind, t, room, whole, pad)
-        assert back is room
-        one, other = (spread.double() * t.double()).sum(), (x.double() * back.double()).sum()
-        assert abs(one - other) < 1e-4 * float(spread.double().norm() * t.double().norm())
+        tiles = winograd._to_tiles(kind, x, whole, pad)
+        t = torch.randn_like(tiles)
+        out = torch.full_like(x, float("nan"))
+        back = winograd._from_tiles(kind, t, out, whole, pad)
+        assert back is out
+        one, other = (tiles.double() * t.double()).sum(), (x.double() * back.double()).sum()
+        assert abs(one - other) < 1e-4 * float(tiles.double().norm() * t.double().norm())
 
 
 @settings(deadline=None, max_examples=20)
@@ -89,10 +89,10 @@ def test_convolutions_and_their_gradients_are_those_of_pytorch(n, inputs, output
     y.backward(grad.double())
     with pytest.MonkeyPatch.context() as patch:
         if in_chunks:
-            patch.setattr(winograd, "ROOM", 1 << 17)
-        found = winograd.convolved(x, weight, y.shape[2:], padding)
+            patch.setattr(winograd, "CHUNK_BYTES", 1 << 17)
+        found = winograd.convolve(x, weight, y.shape[2:], padding)
         to_x, to_weight = winograd.gradients(x, grad, weight, padding)
-        none, same = winograd.gradients(x, grad, weight, padding, to_input=False)
+        none, same = winograd.gradients(x, grad, weight, padding, needs_grad_x=False)
     assert none is None
     assert torch.equal(same, to_weight)
     for one, other in [(found, y.detach()), (to_x, exact[0].grad), (to_weight, exact[1].grad)]:
@@ -103,8 +103,8 @@ def test_convolutions_and_their_gradients_are_those_of_pytorch(n, inputs, output
 @pytest.mark.parametrize("odd", ["nan", "inf", "-inf"])
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 8), st.integers(0, 8))
-def test_what_is_not_finite_comes_out_wherever_it_does_in_a_plain_convolution(odd, row, column):
-    """In what a layer gives, and in both gradients, wherever it comes in."""
+def test_values_that_are_not_finite_propagate_as_in_a_plain_convolution(odd, row, column):
+    """To the output and to both gradients."""
     torch.manual_seed(0)
     maps, kernel = channels_last(1, 32, 9, 9), channels_last(32, 32, 3, 3)
     for place in ("x", "grad", "weight"):
@@ -115,22 +115,22 @@ def test_what_is_not_finite_comes_out_wherever_it_does_in_a_plain_convolution(od
         exact = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
         y = F.conv2d(*exact, padding=1)
         y.backward(grad)
-        found = winograd.convolved(x, weight, (9, 9), (1, 1)), *winograd.gradients(x, grad, weight, (1, 1))
+        found = winograd.convolve(x, weight, (9, 9), (1, 1)), *winograd.gradients(x, grad, weight, (1, 1))
         for one, other in zip(found, (y, exact[0].grad, exact[1].grad), strict=True):
             assert bool((one.isfinite() <= other.isfinite()).all())
 
 
-def test_what_is_not_finite_stays_in_the_tiles_that_meet_it():
+def test_values_that_are_not_finite_stay_in_their_tiles():
     x, weight = channels_last(1, 16, 9, 9), channels_last(16, 16, 3, 3)
     x[0, 3, 4, 4] = float("nan")
-    assert bool(winograd.convolved(x, weight, (9, 9), (1, 1))[0, :, 8].isfinite().all())
+    assert bool(winograd.convolve(x, weight, (9, 9), (1, 1))[0, :, 8].isfinite().all())
 
 
-def test_chunks_cover_all_maps_and_are_about_alike():
+def test_chunks_cover_all_maps_and_have_similar_sizes():
     for n, room in [(32, 1 << 22), (5, 1 << 10), (7, 1 << 18)]:  # bytes in all
         x = torch.empty(n, 64, 16, 16)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(winograd, "ROOM", room // torch.get_num_threads())
+            patch.setattr(winograd, "CHUNK_BYTES", room // torch.get_num_threads())
             sizes = [len(x[some]) for some in winograd._chunks(x, x)]
         assert sum(sizes) == n
         assert max(sizes) - min(sizes) < len(sizes) + 1
@@ -138,7 +138,7 @@ def test_chunks_cover_all_maps_and_are_about_alike():
 
 
 def test_matrices_give_a_convolution():
-    """A'[(G w) ∘ (B' x)] of a row, in exact arithmetic, is what the kernel meets at four places."""
+    """A'[(G w) ∘ (B' x)] of a row, in exact arithmetic, is its convolution."""
     x, w = np.array([3, 1, 4, 1, 5, 9.0]), np.array([2, 7, 1.0])
     products = (np.round(loops._FILTERS.astype(float) * 24) / 24 @ w) * (loops._INPUTS.astype(float) @ x)
     np.testing.assert_allclose(loops._OUTPUTS.T @ products, [x[i : i + 3] @ w for i in range(4)])

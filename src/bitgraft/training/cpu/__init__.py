@@ -1,6 +1,6 @@
-"""What only makes training on a CPU faster; BITGRAFT_KERNELS=off leaves everything to PyTorch.
+"""Faster training on a CPU. BITGRAFT_KERNELS=off switches it off.
 
-`fast_convolutions` and `set_channels_last` are the door: nothing outside this folder imports its modules.
+Other folders import only `fast_convolutions` and `set_channels_last`, never a module of this folder.
 
 May import: task, transforms, errors.
 """
@@ -17,13 +17,12 @@ from bitgraft.transforms.masked import Masked
 
 
 def fast_convolutions(device: torch.device) -> AbstractContextManager[Any]:
-    """Within it, each convolution that learns on a CPU does so in the fastest way."""
+    """Within it, convolutions that are trained on a CPU use the fastest algorithm."""
     return Convolutions() if device.type == "cpu" and kernels.switched_on() else nullcontext()
 
 
 def set_channels_last(task: Task, on: bool) -> None:
-    """Let masks that learn give W~ with the channels last: a convolution would copy it twice a step otherwise, where
-    images are laid out so."""
+    """Compute W~ in channels_last. With images in that layout, convolutions otherwise copy W~ twice per step."""
     for module in task.modules():
         if isinstance(module, Masked):
             module.channels_last = on and kernels.switched_on()

@@ -1,9 +1,8 @@
-"""Convolutions that learn on a CPU: the fastest way for each, by its kernel and its maps.
+"""The fastest algorithm for each convolution that is trained on a CPU.
 
-oneDNN's gradients are slow on small maps, for the weights above all: half of a step of EfficientNet-Lite0 at 64 px
-would go into its depthwise layers (`make bench ROWS=convolutions`), and much of one of ResNet-50 into its last three
-dense ones. Those go by products. Kernels of 3 x 3, where half of a ResNet's arithmetic is, go by tiles. The rest is
-PyTorch's.
+oneDNN's gradients are slow on small maps, mostly those of weights: depthwise layers take half of a step of
+EfficientNet-Lite0 at 64 px (`make bench ROWS=convolutions`), and the last three dense ones much of a step of ResNet-50.
+These use `products`. 3 x 3 kernels, half of a ResNet's arithmetic, use `winograd`. The rest is left to PyTorch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,60 +17,59 @@ from torch.overrides import TorchFunctionMode
 from bitgraft.training.cpu import products, winograd
 from bitgraft.training.cpu.products import Pair
 
-SMALL, POINTWISE, TINY = 16, 256, 4
-"""Pixels of the largest maps for which products are the faster way: to the gradient of a dense kernel, to that of a
-kernel of one place, and to what a convolution gives and the gradient of what it takes in."""
-POINTS, LARGE = 64, 1 << 17
-"""And pixels of the largest maps, and weights of the smallest kernel of one place, for which one product is the faster
-way to all three: oneDNN would copy the kernel first, and it has few pixels to make up for that."""
+# products are faster up to this many output pixels:
+SMALL, POINTWISE = 16, 256  # weight gradient of a dense and of a pointwise kernel
+TINY = 4  # output and input gradient
+LARGE, LARGE_POINTWISE = 1 << 17, 64  # the same for a pointwise kernel of LARGE weights, which oneDNN would copy first
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """A convolution but for its tensors, and the maps that it gives."""
+    """The geometry of a convolution, and how to run it."""
 
     size: Pair
+    """Of the output."""
     kernel: Pair
     weights: int
     stride: Pair
     padding: Pair
     dilation: Pair
     groups: int
-    tiled: bool
+    by_tiles: bool
 
     @property
     def pixels(self) -> int:
         return self.size[0] * self.size[1]
 
     @property
-    def is_point(self) -> bool:
+    def is_pointwise(self) -> bool:
         return self.groups == 1 and self.kernel == (1, 1)
 
     @property
-    def learns_fast(self) -> bool:
-        """Whether there is a faster way than PyTorch's to the gradient of the kernel."""
+    def is_faster(self) -> bool:
+        """Whether the weight gradient is faster than PyTorch's."""
         if self.groups > 1:
             return self.pixels <= self.kernel[0] * self.kernel[1]
-        return self.tiled or self.pixels <= (POINTWISE if self.is_point else SMALL)
+        return self.by_tiles or self.pixels <= (POINTWISE if self.is_pointwise else SMALL)
 
     @property
-    def gives_products(self) -> bool:
-        """Whether products are the faster way to what it gives."""
-        large = self.is_point and self.weights >= LARGE
-        return self.groups == 1 and self.pixels <= (POINTS if large else TINY)
+    def output_by_products(self) -> bool:
+        """Whether products are faster for the output."""
+        large = self.is_pointwise and self.weights >= LARGE
+        return self.groups == 1 and self.pixels <= (LARGE_POINTWISE if large else TINY)
 
     @property
-    def takes_products(self) -> bool:
-        """Whether they are to the gradient of what it takes in."""
-        return self.gives_products or (self.is_point and (self.pixels <= SMALL or self.stride != (1, 1)))
+    def input_gradient_by_products(self) -> bool:
+        """Whether products are faster for the input gradient."""
+        return self.output_by_products or (self.is_pointwise and (self.pixels <= SMALL or self.stride != (1, 1)))
 
     @property
-    def is_product(self) -> bool:
-        """Whether one product is all there is to it: PyTorch's own gradients of that are the same."""
-        return self.gives_products and self.is_point and self.stride == (1, 1) and self.padding == (0, 0)
+    def is_linear(self) -> bool:
+        """Whether it is a single product; PyTorch's own gradients of that are products as well."""
+        return self.output_by_products and self.is_pointwise and self.stride == (1, 1) and self.padding == (0, 0)
 
     @property
-    def steps(self) -> tuple[Pair, Pair, Pair]:
+    def geometry(self) -> tuple[Pair, Pair, Pair]:
         return self.stride, self.padding, self.dilation
 
 
@@ -79,58 +77,58 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, shape: _Shape) -> Tensor:
         if shape.groups == 1:
-            weight = weight.contiguous(memory_format=torch.channels_last)  # once, and not in each product
+            weight = weight.contiguous(memory_format=torch.channels_last)  # once, not in each product
         ctx.save_for_backward(x, weight)
         ctx.shape = shape
-        if shape.tiled:
-            output = winograd.convolved(x, weight, shape.size, shape.padding)
-        elif shape.gives_products:
-            output = products.convolved(x, weight, shape.size, *shape.steps)
+        if shape.by_tiles:
+            output = winograd.convolve(x, weight, shape.size, shape.padding)
+        elif shape.output_by_products:
+            output = products.convolve(x, weight, shape.size, *shape.geometry)
         else:
-            return torch.conv2d(x, weight, bias, *shape.steps, shape.groups)
+            return torch.conv2d(x, weight, bias, *shape.geometry, shape.groups)
         if bias is not None:
             output.add_(bias[:, None, None])
-        return output.data  # no view, which nothing behind it could write to in place (ReLU)
+        return output.data  # not a view, so that an in-place ReLU may write to it
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         shape: _Shape = ctx.shape
         x, weight = ctx.saved_tensors
-        needed: tuple[bool, ...] = ctx.needs_input_grad
-        to_x = to_weight = None
-        if shape.tiled:
-            to_x, to_weight = winograd.gradients(x, grad, weight, shape.padding, needed[0])
-        elif needed[0] and shape.takes_products:
-            to_x = products.input_gradient(x, grad, weight, *shape.steps)
-        elif needed[0]:
+        needs_grad: tuple[bool, ...] = ctx.needs_input_grad
+        grad_x = grad_weight = None
+        if shape.by_tiles:
+            grad_x, grad_weight = winograd.gradients(x, grad, weight, shape.padding, needs_grad[0])
+        elif needs_grad[0] and shape.input_gradient_by_products:
+            grad_x = products.input_gradient(x, grad, weight, *shape.geometry)
+        elif needs_grad[0]:
             mask = (True, False, False)
-            to_x = torch.ops.aten.convolution_backward(
-                grad, x, weight, None, *shape.steps, False, (0, 0), shape.groups, mask
+            grad_x = torch.ops.aten.convolution_backward(
+                grad, x, weight, None, *shape.geometry, False, (0, 0), shape.groups, mask
             )[0]
-        if needed[1] and to_weight is None:
-            to_weight = products.weight_gradient(x, grad, weight.shape, *shape.steps)
-        return to_x, to_weight, grad.sum((0, 2, 3)) if needed[2] else None, None
+        if needs_grad[1] and grad_weight is None:
+            grad_weight = products.weight_gradient(x, grad, weight.shape, *shape.geometry)
+        return grad_x, grad_weight, grad.sum((0, 2, 3)) if needs_grad[2] else None, None
 
 
 class Convolutions(TorchFunctionMode):
-    """Within it, each `conv2d` that learns does so in the fastest way."""
+    """Within it, each `conv2d` with a trained weight uses the fastest algorithm."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if function in (F.conv2d, torch.conv2d) and (given := _taken(*args, **(kwargs or {}))) is not None:
+        if function in (F.conv2d, torch.conv2d) and (given := _fast_arguments(*args, **(kwargs or {}))) is not None:
             x, weight, bias, shape = given
-            if shape.is_product:
+            if shape.is_linear:
                 return F.linear(x.permute(0, 2, 3, 1), weight.flatten(1), bias).permute(0, 3, 1, 2)
             return _Convolution.apply(*given)
         return function(*args, **(kwargs or {}))
 
 
-def _taken(
+def _fast_arguments(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> tuple[Tensor, Tensor, Tensor | None, _Shape] | None:
-    """The arguments of `_Convolution`, if this convolution is one for it."""
+    """The arguments of `_Convolution`, or None if PyTorch is faster."""
     plain = input.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
     learns = weight.requires_grad and torch.is_grad_enabled()
     dense_or_depthwise = groups == 1 or groups == input.shape[1] == weight.shape[0]
@@ -141,10 +139,10 @@ def _taken(
     height, width = (
         (input.shape[i + 2] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1 for i in (0, 1)
     )
-    still = groups == 1 and stride == (1, 1) and dilation == (1, 1)
-    tiled = still and winograd.suits(input, weight.shape, (height, width))
-    shape = _Shape((height, width), kernel, weight.numel(), stride, padding, dilation, groups, tiled)
-    return (input, weight, bias, shape) if shape.learns_fast else None
+    unit_stride = groups == 1 and stride == (1, 1) and dilation == (1, 1)
+    by_tiles = unit_stride and winograd.suits(input, weight.shape, (height, width))
+    shape = _Shape((height, width), kernel, weight.numel(), stride, padding, dilation, groups, by_tiles)
+    return (input, weight, bias, shape) if shape.is_faster else None
 
 
 def _pair(value: Any) -> Pair:

@@ -1,8 +1,7 @@
-"""Convolutions of 3 x 3 that learn on a CPU, tile by tile: 36 products for 16 outputs where there were 144.
+"""Winograd convolutions for training 3 x 3 kernels on a CPU: 36 products per 16 outputs instead of 144.
 
-Winograd's way, as GPUs go it; `tile_loops` has the arithmetic. What a convolution gives and its gradients
-differ from PyTorch's by some 1e-5 of the largest of them. A few maps are dealt with at a time, so that their tiles stay
-in the cache.
+`tile_loops` has the arithmetic. Outputs and gradients differ from PyTorch's by about 1e-5 of the largest value. A few
+maps are processed at a time, so their tiles stay in the cache.
 """
 
 from collections.abc import Iterator
@@ -14,86 +13,88 @@ from bitgraft.training.cpu.products import Pair
 from bitgraft.transforms import kernels
 
 LOOPS = "bitgraft.training.cpu.tile_loops"
-EDGE, PLANES = 4, 36  # outputs of a tile in each direction, and its products
-ROOM = 1 << 21  # bytes of tiles at a time, of a kind, for each thread
-FEW, NARROW, LARGE, BLOCK = 32, 32, 1 << 16, 16
-"""Tiles, and channels, below which it does not pay; kernels in inputs times outputs above which it does not, since they
-become four times as large; and what channels come in multiples of, as a processor's registers hold them."""
+TILE, PLANES = 4, 36  # outputs per tile and direction, and products per tile
+CHUNK_BYTES = 1 << 21  # per kind of tile and thread
+MIN_TILES, MIN_CHANNELS = 32, 32  # fewer are slower than PyTorch
+MAX_KERNELS = 1 << 16  # input times output channels; transformed kernels take four times the memory
+CHANNEL_MULTIPLE = 16  # fills the vector registers
 
 
 def suits(x: Tensor, shape: torch.Size, size: Pair) -> bool:
-    """Whether a kernel of this shape, its strides 1, gives maps of this size faster by tiles."""
+    """Whether this is faster for a kernel of this shape, with stride 1 and outputs of this size."""
     outputs, inputs = shape[:2]
-    down, across = _grid(size)
-    pays = min(size) >= EDGE and len(x) * down * across >= FEW and min(outputs, inputs) >= NARROW
-    fits = outputs % BLOCK == 0 and inputs % BLOCK == 0 and inputs * outputs <= LARGE
-    return shape[2:] == (3, 3) and pays and fits and kernels.loops(LOOPS) is not None
+    tile_rows, tile_columns = _grid(size)
+    pays = min(size) >= TILE and len(x) * tile_rows * tile_columns >= MIN_TILES and min(outputs, inputs) >= MIN_CHANNELS
+    divisible = outputs % CHANNEL_MULTIPLE == 0 and inputs % CHANNEL_MULTIPLE == 0
+    small = inputs * outputs <= MAX_KERNELS
+    return shape[2:] == (3, 3) and pays and divisible and small and kernels.loops(LOOPS) is not None
 
 
-def convolved(x: Tensor, weight: Tensor, size: Pair, padding: Pair) -> Tensor:
-    """The convolution, whose output is of this size."""
-    x, filters = _channels_last(x), _spread("filters", _channels_last(weight))
-    out = _map_like(x, (len(x), len(weight), *size))
-    for some in _chunks(x, out):
-        tiles = _spread("inputs", x[some], size, padding)
-        _gather("outputs", tiles @ filters.transpose(1, 2), out[some], size)
+def convolve(x: Tensor, weight: Tensor, size: Pair, padding: Pair) -> Tensor:
+    """The convolution; `size` is that of the output."""
+    x, filters = _channels_last(x), _to_tiles("filters", _channels_last(weight))
+    out = _empty_map(x, (len(x), len(weight), *size))
+    for chunk in _chunks(x, out):
+        tiles = _to_tiles("inputs", x[chunk], size, padding)
+        _from_tiles("outputs", tiles @ filters.transpose(1, 2), out[chunk], size)
     return out
 
 
 def gradients(
-    x: Tensor, grad: Tensor, weight: Tensor, padding: Pair, to_input: bool = True
+    x: Tensor, grad: Tensor, weight: Tensor, padding: Pair, needs_grad_x: bool = True
 ) -> tuple[Tensor | None, Tensor]:
-    """dE/dx, if it is wanted, and dE/dW."""
+    """(dE/dx or None, dE/dW)."""
     x, grad, weight = _channels_last(x), _channels_last(grad), _channels_last(weight)
-    size, filters = (grad.shape[2], grad.shape[3]), _spread("filters", weight) if to_input else None
-    to_x, to_filters = _map_like(x, x.shape) if to_input else None, None
-    for some in _chunks(x, grad):
-        tiles, grads = _spread("inputs", x[some], size, padding), _spread("outputs", grad[some], size)
-        if to_filters is None:
-            to_filters = grads.transpose(1, 2) @ tiles
+    size, filters = (grad.shape[2], grad.shape[3]), _to_tiles("filters", weight) if needs_grad_x else None
+    grad_x, grad_filters = _empty_map(x, x.shape) if needs_grad_x else None, None
+    for chunk in _chunks(x, grad):
+        tiles, grads = _to_tiles("inputs", x[chunk], size, padding), _to_tiles("outputs", grad[chunk], size)
+        if grad_filters is None:
+            grad_filters = grads.transpose(1, 2) @ tiles
         else:
-            to_filters.baddbmm_(grads.transpose(1, 2), tiles)
-        if to_x is not None and filters is not None:
-            _gather("inputs", grads @ filters, to_x[some], size, padding)
-    assert to_filters is not None
-    return to_x, _gather("filters", to_filters, _map_like(weight, weight.shape))
+            grad_filters.baddbmm_(grads.transpose(1, 2), tiles)
+        if grad_x is not None and filters is not None:
+            _from_tiles("inputs", grads @ filters, grad_x[chunk], size, padding)
+    assert grad_filters is not None
+    return grad_x, _from_tiles("filters", grad_filters, _empty_map(weight, weight.shape))
 
 
 def _chunks(x: Tensor, out: Tensor) -> Iterator[slice]:
-    """Some maps at a time, about as many each time."""
-    down, across = _grid((out.shape[2], out.shape[3]))
-    each = 4 * PLANES * down * across * max(x.shape[1], out.shape[1])
-    some = -(-len(x) // -(-len(x) * each // (ROOM * torch.get_num_threads())))
-    return (slice(begin, begin + some) for begin in range(0, len(x), some))
+    """Slices of a few maps each, of about equal size."""
+    tile_rows, tile_columns = _grid((out.shape[2], out.shape[3]))
+    each = 4 * PLANES * tile_rows * tile_columns * max(x.shape[1], out.shape[1])
+    chunk = -(-len(x) // -(-len(x) * each // (CHUNK_BYTES * torch.get_num_threads())))
+    return (slice(begin, begin + chunk) for begin in range(0, len(x), chunk))
 
 
-def _spread(kind: str, map: Tensor, size: Pair = (1, 1), padding: Pair = (0, 0)) -> Tensor:
-    """(36, tiles, channels)."""
-    (down, across), channels = _grid(size), map.shape[1]
-    strips = len(map) * down
-    planes = map.new_empty(PLANES, strips + 1, across, channels)  # one more: planes a power of two apart would all
-    _run("spread", kind, map, planes, down, padding)  # meet in a few lines of the cache
+def _to_tiles(kind: str, map: Tensor, size: Pair = (1, 1), padding: Pair = (0, 0)) -> Tensor:
+    """Transform maps to tiles, (36, tiles, channels)."""
+    (tile_rows, tile_columns), channels = _grid(size), map.shape[1]
+    strips = len(map) * tile_rows
+    # one strip more, because planes a power of two apart would share a few cache lines
+    planes = map.new_empty(PLANES, strips + 1, tile_columns, channels)
+    _run("to_tiles", kind, map, planes, tile_rows, padding)
     return planes[:, :strips].flatten(1, 2)
 
 
-def _gather(kind: str, tiles: Tensor, map: Tensor, size: Pair = (1, 1), padding: Pair = (0, 0)) -> Tensor:
-    down, across = _grid(size)
-    _run("gather", kind, map, tiles.view(PLANES, -1, across, map.shape[1]), down, padding)
+def _from_tiles(kind: str, tiles: Tensor, map: Tensor, size: Pair = (1, 1), padding: Pair = (0, 0)) -> Tensor:
+    tile_rows, tile_columns = _grid(size)
+    _run("from_tiles", kind, map, tiles.view(PLANES, -1, tile_columns, map.shape[1]), tile_rows, padding)
     return map
 
 
-def _run(way: str, kind: str, map: Tensor, planes: Tensor, down: int, padding: Pair) -> None:
+def _run(loop_name: str, kind: str, map: Tensor, planes: Tensor, tile_rows: int, padding: Pair) -> None:
     loops, step = kernels.loops(LOOPS), -(-len(map) // kernels.shares())
-    loop, number = getattr(loops, way), loops.KINDS.index(kind)
-    ours = number, map.detach().permute(0, 2, 3, 1).numpy(), planes.detach().numpy(), down, *padding
+    loop, number = getattr(loops, loop_name), loops.KINDS.index(kind)
+    ours = number, map.detach().permute(0, 2, 3, 1).numpy(), planes.detach().numpy(), tile_rows, *padding
     kernels.run((loop, *ours, first, min(first + step, len(map))) for first in range(0, len(map), step))
 
 
 def _grid(size: Pair) -> Pair:
-    return -(-size[0] // EDGE), -(-size[1] // EDGE)
+    return -(-size[0] // TILE), -(-size[1] // TILE)
 
 
-def _map_like(map: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _empty_map(map: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=map.dtype, device=map.device, memory_format=torch.channels_last)
 
 
