@@ -1,5 +1,6 @@
 """The compiled loops against plain PyTorch, to the last bit."""
 
+import os
 import subprocess
 import sys
 
@@ -343,3 +344,28 @@ def test_pieces_cover_every_filter_once():
         for piece in (1, 8, 100, 10_000):
             ranges = list(cpu._ranges(np.empty(shape, np.float32), piece))
             assert [row for first, last in ranges for row in range(first, last)] == list(range(shape[0]))
+
+
+CACHED = """
+import hashlib, torch
+from bitgraft.training.cpu import winograd
+from bitgraft.transforms import cpu
+from bitgraft.transforms.affine import Operands
+torch.manual_seed(0)
+weight, scores, grad = torch.randn(3, 24, 96, 3, 3).unbind()
+found = [*cpu.gradients(grad, Operands(weight, scores, torch.randn(4)))]
+last = {"memory_format": torch.channels_last}
+maps, kernel = torch.randn(2, 32, 9, 9).to(**last), torch.randn(2, 32, 3, 3).to(**last)
+found += [winograd._to_tiles("inputs", maps, (9, 9), (1, 1)), winograd._to_tiles("filters", kernel)]
+print([hashlib.sha1(tensor.numpy().tobytes()).hexdigest() for tensor in found])
+"""
+
+
+def test_loops_from_numbas_cache_give_the_same_bits_as_those_just_compiled(tmp_path):
+    """A run that is killed and resumed compiles the loops in its first process and loads them in its second."""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    run = [
+        subprocess.run([sys.executable, "-c", CACHED], env=environment, capture_output=True, check=True) for _ in "12"
+    ]
+    assert any(tmp_path.rglob("*.nbc"))
+    assert run[0].stdout == run[1].stdout
