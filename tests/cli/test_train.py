@@ -173,14 +173,14 @@ def test_one_class_is_refused_and_few_images_cause_a_warning(run, tmp_path):
         (("photos", "--task"), 2, "--task needs a value; see `bitgraft train --help`"),
         (("photos", *RUN, "--steps", "9"), 2, "only one of --epochs, --steps and --minutes"),
         (("photos", *RUN, "--quick", "--preset", "decathlon"), 2, "--quick is --preset quick"),
-        (("photos", *ANY_LENGTH, "--task", "a", "--minutes", "1e-9"), 1, "allow more minutes"),
+        (("photos", *ANY_LENGTH, "--task", "a", "--minutes", "1e-9"), 1, "allow more"),
         (("photos", *RUN, "--backbone", "own_net:nothing"), 2, "own_net:nothing"),
         (("photos", *RUN, "--resume"), 1, "no run of task 'colours' to resume"),
         (("photos", *RUN, "--resize", "8"), 1, "resize at least"),
         (("photos", *RUN, "--mixed-precision", "fp16"), 1, "--mixed-precision fp16"),
         (("photos", *RUN, "--tensorboard"), 1, "pip install '.[tensorboard]'"),
         (("photos", *SET, "--task", "../x"), 1, "../x"),
-        (("photos", *RUN, "--rate", "1e30", "--method", "finetune", "--schedule", "constant"), 1, "not a number"),
+        (("photos", *RUN, "--rate", "1e30", "--method", "finetune", "--schedule", "constant"), 1, "loss is not finite"),
     ],
 )
 def test_a_wrong_command_is_one_sentence_and_leaves_no_task(run, tmp_path, monkeypatch, args, code, said):

@@ -225,7 +225,7 @@ def test_a_task_that_others_build_on_cannot_be_removed_or_pruned():
 def test_an_invalid_share_is_refused(share):
     net = network()
     task = net.add_task("a", classes=3, method="packnet")
-    with pytest.raises(TaskError, match=re.escape(f"not {share}")):
+    with pytest.raises(TaskError, match=re.escape(f"prune({share})")):
         task.prune(share)
 
 

@@ -228,13 +228,13 @@ def test_the_library_follows_its_folder(tmp_path):
 
 def test_the_version_is_that_of_the_bytes_that_were_loaded(tmp_path, monkeypatch):
     store, net = new_store(tmp_path, ("birds",))
-    loaded, keep = store.path("birds").read_bytes(), Network._keep
+    loaded, register = store.path("birds").read_bytes(), Network._register
 
     def replace_the_file(self, task):
         store.path("birds").write_bytes(b"written while the task was being loaded")
-        return keep(self, task)
+        return register(self, task)
 
-    monkeypatch.setattr(Network, "_keep", replace_the_file)
+    monkeypatch.setattr(Network, "_register", replace_the_file)
     served = Library(store, Network(net.backbone))
     assert served.tasks["birds"].info["version"] == xxhash.xxh3_64_hexdigest(loaded)
 

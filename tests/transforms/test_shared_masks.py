@@ -490,7 +490,7 @@ def test_in_a_store(place, capsys, monkeypatch):
         (("--borrow", "new", "--overwrite"), 1, "'new' cannot build on itself"),
         (("--borrow", "a", "--method", "simple", "--overwrite"), 2, "need method full, not simple"),
         (("--start", "a", "--method", "lora", "--overwrite"), 2, "need method full, not lora"),
-        (("--borrow", "a", "--store", "elsewhere", "--backbone", NET), 2, "no store at elsewhere yet"),
+        (("--borrow", "a", "--store", "elsewhere", "--backbone", NET), 2, "there is none at elsewhere"),
     ]:
         found, _, err = command(*new, *more)
         assert (found, said in err, err.count("\n")) == (code, True, 1 if code == 1 else err.count("\n")), err
