@@ -38,7 +38,10 @@ RESULTS, PAGE = Path("benchmarks/results/compress.json"), Path("docs/results/com
 SIGNS = {"sign": "one sign and a scale per layer (BitDelta)", "sign-channel": "one sign and a scale per channel"}
 BITS = (0.25, 0.5, 1.0, 2.0, 4.0)
 CALIBRATED = "calibrated-0.5"
-ROWS = (*SIGNS, *(f"bits-{bits:g}" for bits in BITS), CALIBRATED)
+ROUNDED = {f"rounded-{bits:g}": f"`--bits {bits:g} --no-synthetic`" for bits in BITS}
+SYNTHETIC = {f"bits-{bits:g}": f"`--bits {bits:g}`" for bits in BITS}
+TITLES = SIGNS | ROUNDED | SYNTHETIC | {CALIBRATED: "`--bits 0.5 --calibrate`"}
+ROWS = tuple(TITLES)
 
 
 def signed(net: Network, copy: Task, per_channel: bool) -> Task:
@@ -67,7 +70,8 @@ def measured(net: Network, copy: Task, row: str, data: str) -> dict[str, Any]:
         bits = None
     else:
         images = training_images(splits.train, splits, preprocessing, CALIBRATION) if row == CALIBRATED else None
-        made = compress(net, "made", copy, bits=float(row.rpartition("-")[2]), calibrate_on=images)
+        bits = float(row.rpartition("-")[2])
+        made = compress(net, "made", copy, bits=bits, calibrate_on=images, synthetic=row in SYNTHETIC)
         archive = pack_task(made.task, "0" * 64)
         bits = inspect_archive(archive, len(to_bytes(archive))).bits_per_weight
     spent = time.process_time() - begun
@@ -90,8 +94,6 @@ def shares(results: dict[str, Any], row: str) -> list[float | None]:
 
 
 def table(results: dict[str, Any]) -> str:
-    titles = SIGNS | {f"bits-{bits:g}": f"`--bits {bits:g}`" for bits in BITS}
-    titles[CALIBRATED] = "`--bits 0.5 --calibrate`"
     copies = {found["domain"]: 100 * found["finetuned"] for found in results["rows"]}
     names = [name for name in results["domains"] if name in copies]
     lines = [f"| accuracy kept, % | {' | '.join(names)} | mean |", "|---|" + "--:|" * (len(names) + 1)]
@@ -99,7 +101,7 @@ def table(results: dict[str, Any]) -> str:
     for row in ROWS:
         kept = [share for share in shares(results, row) if share is not None]
         if len(kept) == len(names):
-            lines.append(f"| {titles[row]} | {' | '.join(f'{s:.1f}' for s in kept)} | {mean(kept):.1f} |")
+            lines.append(f"| {TITLES[row]} | {' | '.join(f'{s:.1f}' for s in kept)} | {mean(kept):.1f} |")
     return "\n".join([*lines, "", f"One seed; {results['machine']}, torch {results['torch']}, {results['date']}."])
 
 

@@ -256,6 +256,7 @@ def main() -> None:
     for name in ("root", "store", "cache"):
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=1000, help="training steps of tasks missing from the store")
+    parser.add_argument("--split-steps", type=int, default=250, help="training steps of each part of a split domain")
     parser.add_argument("--present", action="store_true", help="leave out tasks missing from the store")
     given, tables = parser.parse_args(), {"route": stage_one, "unknown, by features": unknown_by_features}
     tables |= {"decide": stage_two, "unknown": unknown}
@@ -266,7 +267,7 @@ def main() -> None:
     trials = [Trial(domains, collection, tasks, seed) for seed in SEEDS]
     for title, lines in tables.items():
         print(f"\n## {title}\n", *lines(trials), sep="\n", flush=True)
-    print("\n## split\n", *split_tables(domains), sep="\n", flush=True)
+    print("\n## split\n", *split_tables(collection, given.split_steps), sep="\n", flush=True)
     print("\n## cost\n", *cost(), sep="\n", flush=True)
 
 

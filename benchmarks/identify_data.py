@@ -1,6 +1,6 @@
 """Data of `python -m benchmarks.identify`: plain features and each task's logits, computed once and cached."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,13 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 
 from bitgraft.data.dataset import ImageDataset
+from bitgraft.data.images import Images, Splits
 from bitgraft.data.splits import open_data
 from bitgraft.paper.bench.reading import load_suite
 from bitgraft.store import Backbone
 from bitgraft.training.config import Config
 from bitgraft.workflows.prediction import torch_scores
-from bitgraft.workflows.train_task import Request, open_store, preprocessing_for, train
+from bitgraft.workflows.train_task import Request, TrainData, open_store, preprocessing_for, train
 
 BATCH = 64
 MOST = {"val": 100, "test": 200}  # images per domain that every task runs on
@@ -34,6 +35,19 @@ class Domain:
 def picked(count: int, most: int) -> list[int]:
     """Return at most `most` evenly spaced indices."""
     return [i * count // most for i in range(most)] if count > most else list(range(count))
+
+
+def some_classes(splits: Splits, classes: range) -> Splits:
+    """The images of some classes, labelled from 0."""
+
+    def chosen(images: Images | None) -> Images | None:
+        if images is None:
+            return None
+        kept = images.pick([i for i, label in enumerate(images.labels) if label in classes])
+        return replace(kept, labels=tuple(label - classes.start for label in kept.labels))
+
+    parts = {part: chosen(getattr(splits, part)) for part in ("train", "val", "test")}
+    return replace(splits, classes=splits.classes[classes.start : classes.stop], category_ids=None, **parts)
 
 
 class Collection:
@@ -91,6 +105,25 @@ class Collection:
                 rows = picked(len(images), most)
                 found = [torch_scores(self.net, task, pixels) for pixels, _ in self._batches(images, rows)]
                 held[part] = torch.cat(found)
+            torch.save(held, file)
+        return torch.load(file, weights_only=True)  # type: ignore[no-any-return]
+
+    def split_logits(self, name: str, classes: range, steps: int) -> dict[str, Tensor]:
+        """Logits of a task for some classes of a domain, trained first if needed: all validation and test images."""
+        task = f"{name}-{classes.start}"
+        file = self.cache / f"split-{task}.pt"
+        if not file.exists():
+            splits = self.open(name)
+            if task not in self.store.names():
+                request = Request(task, task, "full", self.config.changed(steps=steps), describe=False)
+                train(self.store, self.net, request, data=TrainData(some_classes(splits, classes), []))
+            elif task not in self.net.tasks:
+                self.store.load(self.net, task)
+            self.net.eval()
+            held = {}
+            for part in ("val", "test"):
+                batches = self._batches(getattr(splits, part))
+                held[part] = torch.cat([torch_scores(self.net, task, pixels) for pixels, _ in batches])
             torch.save(held, file)
         return torch.load(file, weights_only=True)  # type: ignore[no-any-return]
 

@@ -53,6 +53,14 @@ def test_gradients_are_straight_through_and_hardness_interpolates():
     assert torch.equal(made.scores.grad, grad)
 
 
+def test_no_change_is_clipped_at_many_bits():
+    """A weight that changed far more than the others has finer cells for its size, and most outliers to lose."""
+    some = [levels((60, 70), 1, scale=1e-4), levels((60, 70), 2, scale=1.0)]
+    fit_cells(some, 6.0 * 2 * 60 * 70)
+    for one in some:
+        assert (one.scores - one.change()).abs().max() <= one.cell
+
+
 @pytest.mark.parametrize("budget", [0.3, 1.0, 3.0])
 def test_cells_meet_the_budget(budget):
     some = [levels((60, 70), 1), levels((50, 99), 2, scale=0.1), levels((9, 9), 3, scale=0.0)]

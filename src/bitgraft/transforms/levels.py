@@ -123,22 +123,26 @@ def fit_cells(levels: Sequence[Levels], budget: float, sample: int = 1 << 11) ->
     """Choose the cells so that all Q together take about `budget` bits, estimated from a sample of each weight.
 
     A cell is proportional to the square root of the RMS of its weight's R. This is halfway between one cell for all,
-    which minimises the squared error, and the same relative error everywhere.
+    which minimises the squared error, and the same relative error everywhere. It is never so small that the largest
+    change would take more than MAX_LEVEL steps.
     """
     changes = [one.scores.detach().flatten() for one in levels if one.scores is not None]
     samples = [change[:: max(1, len(change) // sample)] for change in changes]
     sizes = torch.stack([change.square().mean() for change in samples]) ** 0.25
     lengths = torch.tensor([len(part) for part in samples])
     rows = torch.repeat_interleave(torch.arange(len(samples)), lengths).to(sizes.device)
-    relative = torch.cat(samples) / sizes[rows].clamp(min=1e-30)
+    scale = sizes.clamp(min=1e-30)
+    relative = torch.cat(samples) / scale[rows]
+    smallest = torch.stack([torch.linalg.vector_norm(change, math.inf) for change in changes]) / MAX_LEVEL / scale
     numels = sizes.new_tensor([change.numel() for change in changes])
     low, high = (sizes.new_tensor(edge) for edge in (-20.0, 10.0))  # log2 of the cell for an R of size 1
     for _ in range(16):
         middle = (low + high) / 2
-        steps = quantize(relative, 2**middle).abs_().int()
+        steps = quantize(relative, torch.maximum(2**middle, smallest)[rows]).abs_().int()
         counts = torch.bincount((rows * (MAX_LEVEL + 1)).add_(steps), minlength=len(samples) * (MAX_LEVEL + 1))
         over = (entropy(counts.view(len(samples), -1)) * numels).sum() > budget
         low, high = torch.where(over, middle, low), torch.where(over, high, middle)
-    for one, size in zip(levels, sizes, strict=True):
+    cells = torch.where(sizes > 0, torch.maximum(2**high, smallest) * scale, ALL_ZERO)
+    for one, cell in zip(levels, cells, strict=True):
         assert one.cell is not None
-        one.cell.copy_(torch.where(size > 0, 2**high * size, ALL_ZERO))
+        one.cell.copy_(cell)
