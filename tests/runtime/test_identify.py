@@ -1,8 +1,10 @@
 """Identifying an image's task: descriptions, scorers, the decision, and the network's methods."""
 
+import itertools
 import math
 
 import pytest
+import timm
 import torch
 from images import NET, bitgraft, exit_code, furnish
 from PIL import Image
@@ -14,11 +16,12 @@ from bitgraft import CorruptError, Network, TaskError, load_backbone, read_archi
 from bitgraft.format import archive
 from bitgraft.format.archive import content_hash
 from bitgraft.format.description import Description, rounded
-from bitgraft.runtime.identify import fitting
+from bitgraft.runtime.identify import features, fitting
 from bitgraft.runtime.identify.decision import union_scores
 from bitgraft.runtime.identify.scorers import Likelihood, Mahalanobis, NearestMean, RelativeMahalanobis
 
 DIM = 12
+GOLDEN_SIGNS = [[-1, 1, 1, -1, 1, 1, 1, 1], [-1, 1, -1, 1, 1, 1, 1, -1]]
 
 
 def cloud(seed: int, classes: int, count: int = 40) -> tuple[Tensor, Tensor]:
@@ -69,6 +72,46 @@ def test_a_description_fits_its_budget(width: int, classes: int, size: int) -> N
     assert 1 <= rank <= fitting.RANK
     numbers = 2 * (width + rank * (width + classes)) + 4 * (rank + 6)
     assert numbers + 700 <= max(64_000, 0.05 * size)
+
+
+def test_projections_are_the_same_on_every_machine() -> None:
+    """Descriptions in files depend on them."""
+    assert (48**0.5 * features.projected(torch.eye(50)[:2])[:, :8]).round().int().tolist() == GOLDEN_SIGNS
+    narrow = torch.randn(3, features.WIDTH)
+    assert features.projected(narrow) is narrow
+    lengths = features.projected(torch.nn.functional.normalize(torch.randn(200, 700), dim=1)).norm(dim=1)
+    assert 0.9 < lengths.mean() < 1.1
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 12, 13, 49, 100])
+def test_depths_are_evenly_spaced(count: int) -> None:
+    names = [str(i) for i in range(count)]
+    chosen = [int(name) for name in features.evenly_spaced(names, 12)]
+    assert len(chosen) == min(count, 12)
+    assert chosen == sorted(set(chosen))
+    gaps = {b - a for a, b in itertools.pairwise(chosen)}
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize(
+    "name", ["tf_efficientnet_lite0", "vit_tiny_patch16_224", "convnext_atto", "swin_tiny_patch4_window7_224"]
+)
+def test_features_of_maps_and_of_tokens_see_every_depth(name: str) -> None:
+    """Each image has its own features, whatever else is in its batch."""
+    net = Network(timm.create_model(name, pretrained=False)).eval()
+    size = 224 if "224" in name else 64
+    batch = torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(0))
+    found = net.features(batch)
+    assert found.shape[1] > net.anatomy.features + 6 * features.WIDTH
+    torch.testing.assert_close(found.norm(dim=1), torch.ones(3))
+    torch.testing.assert_close(net.features(batch[1:2]), found[1:2], rtol=1e-3, atol=1e-4)
+
+
+def test_a_description_of_other_features_is_refused_in_one_sentence() -> None:
+    net = Network(tiny())
+    net.add_task("old", classes=2).description = described(1, 2)
+    with pytest.raises(TaskError, match="task 'old' is from another version of bitgraft"):
+        net.identify(torch.randn(2, 3, 8, 8))
 
 
 def test_too_few_images_are_refused() -> None:

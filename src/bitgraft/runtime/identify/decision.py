@@ -87,8 +87,15 @@ class Identifier:
     def route(self, descriptions: list[tuple[str, Description]], images: Mapping[str, Tensor]) -> Tensor:
         """Return the log-likelihood of each image's features, (N, tasks), with one backbone pass per distinct batch."""
         batches = {id(images[name]): images[name] for name, _ in descriptions}
+        features = {key: self.features(batch) for key, batch in batches.items()}
+        for name, description in descriptions:
+            if description.basis.shape[1] != features[id(images[name])].shape[1]:
+                raise TaskError(
+                    f"the description of task {name!r} is from another version of bitgraft: make it again with "
+                    "`bitgraft describe TASK DATA`"
+                )
         scorer = self._scorer(descriptions, next(iter(batches.values())).device)
-        scores = {key: scorer(self.features(batch)) for key, batch in batches.items()}
+        scores = {key: scorer(found) for key, found in features.items()}
         return torch.stack([scores[id(images[name])][:, i] for i, (name, _) in enumerate(descriptions)], 1)
 
     def _scorer(self, descriptions: list[tuple[str, Description]], device: torch.device) -> Likelihood:
