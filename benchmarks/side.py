@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from benchmarks import baselines
 from benchmarks.measure import answer
+from bitgraft.runtime.memory import keep_freed_memory
 
 CLASSES, PLAINLY, OTHERS = 10, "-plainly", ("finetune", "piggyback", "lora")
 
@@ -86,6 +87,7 @@ def ours(model: nn.Module, method: str, images: torch.Tensor, labels: torch.Tens
 
 
 def main(method: str, network: str, batch: str, pixels: str) -> None:
+    keep_freed_memory()  # on every side, as the `bitgraft` command does
     answer(step_of(method, network, int(batch), int(pixels)))
 
 
