@@ -60,12 +60,13 @@ def compress(
         raise typer.BadParameter("--steps, --batch and --rate are for calibration: leave out --no-synthetic")
     options, rates = opt.method_options("full", option), opt.by_role(rate, "--rate")
 
-    from bitgraft.compression.distil import CALIBRATION
+    from bitgraft.compression.distil import CALIBRATION, synthetic_calibration
     from bitgraft.format.inspect import inspect_file
     from bitgraft.workflows.compress_task import Job, run
 
     changes = {"steps": steps, "batch": batch, "seed": seed, "size": size, "resize": resize}
     given = {name: value for name, value in changes.items() if value is not None}
+    base = CALIBRATION if calibrate is not None else synthetic_calibration(bits)
     job = Job(
         finetuned,
         task,
@@ -74,7 +75,7 @@ def compress(
         calibrate=calibrate is not None,
         synthetic=synthetic,
         bits=bits,
-        config=CALIBRATION.changed(**given, rates=rates),
+        config=base.changed(**given, rates=rates),
         options=options,
         workers=workers,
         overwrite=overwrite,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bitgraft.backbone.layers import COUNTER
 from bitgraft.compression.dead_leaves import DeadLeaves
-from bitgraft.compression.distil import CALIBRATION, calibrate
+from bitgraft.compression.distil import CALIBRATION, calibrate, synthetic_calibration
 from bitgraft.compression.input_means import input_means, output_scale
 from bitgraft.compression.source import Classes, Finetuned, finetuned_task, values
 from bitgraft.data.preprocessing import Preprocessing
@@ -63,7 +63,7 @@ def compress(
     preprocessing: Mapping[str, Any] | None = None,
     calibrate_on: Any = None,
     synthetic: bool = True,
-    config: Config = CALIBRATION,
+    config: Config | None = None,
     bits: float = BITS,
     test: Any = None,
     callbacks: Sequence[Callback] = (),
@@ -84,7 +84,7 @@ def compress(
         preprocessing: if the copy does not state it; the backbone's by default.
         calibrate_on: a Dataset of (image, anything) for the calibration.
         synthetic: without `calibrate_on`, calibrate on generated images, if the copy states its preprocessing.
-        config: for the calibration.
+        config: for the calibration; by default `CALIBRATION`, or `synthetic_calibration` for generated images.
         bits: the size of the file without the head, per transformed weight.
         test: a Dataset of (image, label) on which the copy and the task are evaluated.
         **options: of method `full`.
@@ -103,7 +103,8 @@ def compress(
                 images = DeadLeaves(Preprocessing.from_dict(copy.metadata.preprocessing))
             if images is not None:
                 fit_to_bits(made.task)
-                made.history = calibrate(net, name, copy.name, images, config, callbacks, workers)
+                chosen = config or (synthetic_calibration(bits) if calibrate_on is None else CALIBRATION)
+                made.history = calibrate(net, name, copy.name, images, chosen, callbacks, workers)
             compact(made.task)
             measure("compressed" if calibrate_on is None else "calibrated", name)
             made.kept = _kept(made.task, values(copy))

@@ -18,7 +18,7 @@ from bitgraft.training.loop import fit
 from bitgraft.training.presets import PAPER
 
 CALIBRATION = PAPER.changed(
-    steps=100,
+    steps=300,
     rates={"scores": 1e-4, "k": 3e-4, "k1": 3e-5, "norms": 1e-3, "weights": 1e-4, "head": 0.0},
     optimizers=dict.fromkeys(ROLES, "adam"),
     eps=1e-12,
@@ -29,6 +29,13 @@ CALIBRATION = PAPER.changed(
 )
 """The task starts close to the copy: rates are small, and norm layers keep the copy's statistics."""
 TEMPERATURE = 2.0
+
+
+def synthetic_calibration(bits: float) -> Config:
+    """Return the settings for generated images, which a task fits sooner, the more so the fewer bits it has."""
+    return CALIBRATION.changed(
+        steps=100, rates={role: min(1.0, bits) * rate for role, rate in CALIBRATION.rates.items()}
+    )
 
 
 def calibrate(
