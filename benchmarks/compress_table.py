@@ -38,9 +38,7 @@ RESULTS, PAGE = Path("benchmarks/results/compress.json"), Path("docs/results/com
 SIGNS = {"sign": "one sign and a scale per layer (BitDelta)", "sign-channel": "one sign and a scale per channel"}
 BITS = (0.25, 0.5, 1.0, 2.0, 4.0)
 CALIBRATED = "calibrated-0.5"
-ROUNDED = {f"rounded-{bits:g}": f"`--bits {bits:g} --no-synthetic`" for bits in BITS}
-SYNTHETIC = {f"bits-{bits:g}": f"`--bits {bits:g}`" for bits in BITS}
-TITLES = SIGNS | ROUNDED | SYNTHETIC | {CALIBRATED: "`--bits 0.5 --calibrate`"}
+TITLES = SIGNS | {f"bits-{bits:g}": f"`--bits {bits:g}`" for bits in BITS} | {CALIBRATED: "`--bits 0.5 --calibrate`"}
 ROWS = tuple(TITLES)
 
 
@@ -71,7 +69,7 @@ def measured(net: Network, copy: Task, row: str, data: str) -> dict[str, Any]:
     else:
         images = training_images(splits.train, splits, preprocessing, CALIBRATION) if row == CALIBRATED else None
         bits = float(row.rpartition("-")[2])
-        made = compress(net, "made", copy, bits=bits, calibrate_on=images, synthetic=row in SYNTHETIC)
+        made = compress(net, "made", copy, bits=bits, calibrate_on=images)
         archive = pack_task(made.task, "0" * 64)
         bits = inspect_archive(archive, len(to_bytes(archive))).bits_per_weight
     spent = time.process_time() - begun

@@ -11,10 +11,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from bitgraft import BackboneError, Network, TaskError, compress
-from bitgraft.compression.dead_leaves import DeadLeaves
 from bitgraft.compression.distil import CALIBRATION, Unlabelled, distillation_loss
 from bitgraft.compression.input_means import solve_means
-from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.errors import ClassesError, WrongBackboneError
 from bitgraft.format.inspect import inspect_file
 from bitgraft.store import Store
@@ -300,38 +298,6 @@ def test_calibration_brings_answers_nearer_and_leaves_the_head(net):
     assert list(net.tasks) == ["first", "small"]
 
 
-def test_generated_images_bring_answers_nearer_without_data(net):
-    """On other images than those generated, which the copy states how to prepare."""
-    state = finetuned(net)
-    state["fc.weight"] *= 50
-    stated, config = {"size": (12, 12), "mean": (0.5,) * 3, "std": (0.5,) * 3}, CALIBRATION.changed(steps=60, batch=8)
-    plain = compress(net, "plain", state, preprocessing=stated, synthetic=False, test=images())
-    made = compress(net, "made", state, preprocessing=stated, config=config, test=images())
-    assert set(made.accuracy) == set(plain.accuracy) == {"finetuned", "compressed"}
-    assert made.history
-    assert not plain.history
-    assert not compress(net, "no-images", state).history, "without a size, no images can be generated"
-    with torch.no_grad():
-        copy = tiny(width=WIDE)
-        copy.fc = nn.Linear(WIDE, 4)
-        copy.load_state_dict(state)
-        wanted = copy.eval()(batch(24))
-        far = [distillation_loss(run(net.eval(), batch(24), task=name), wanted, 2.0) for name in ("plain", "made")]
-    assert far[1] < 0.8 * far[0]
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_generated_images_are_normalised_and_always_the_same(channels):
-    made = Preprocessing((20, 30), (0.5,) * channels, (0.25,) * channels, channels=channels)
-    image, _ = DeadLeaves(made)[3]
-    assert image.shape == (channels, 20, 30)
-    assert image.min() >= -2
-    assert image.max() <= 2
-    assert image.std() > 0.2
-    assert torch.equal(image, DeadLeaves(made)[3][0])
-    assert not torch.equal(image, DeadLeaves(made)[4][0])
-
-
 def test_a_fault_in_calibration_leaves_no_half_made_task(net):
     class Broken(TensorDataset):
         def __getitem__(self, index):
@@ -444,7 +410,7 @@ def test_data_of_other_classes_calibrates_but_does_not_measure(command, tmp_path
     ("args", "code", "said"),
     [
         ("bare.safetensors --task t --store nowhere", 2, "name the fine-tuned network with --backbone"),
-        ("bare.safetensors --task t --steps 9 --no-synthetic", 2, "leave out --no-synthetic"),
+        ("bare.safetensors --task t --steps 9", 2, "need --calibrate DATA"),
         ("bare.safetensors --task t --bits 9", 2, "--bits must be at most 4"),
         ("bare.safetensors --task t --calibrate photos --eval photos", 2, "leave out --eval"),
         ("bare.safetensors --task t --option perr=channel", 2, "did you mean 'per'"),

@@ -16,7 +16,6 @@ BACKBONE = "The network that was fine-tuned, as for `bitgraft train`; only for a
 CLASSES = "Class names in the order of the outputs: a file with one per line, or rose,tulip,..."
 BITS = "File size in bits per weight, without the head."
 CALIBRATE = "Distil the copy into the task on these images, and measure accuracy."
-SYNTHETIC = "Without --calibrate, distil on generated images; a second without, as long as --steps of training with."
 RATE = "Learning rate of calibration, for the roles scores and norms; repeatable."
 
 
@@ -35,7 +34,6 @@ def compress(
     classes: Annotated[str | None, setting("FILE|NAMES", CLASSES)] = None,
     evaluate: Annotated[str | None, Option("--eval", metavar="DATA", help="Measure accuracy before and after.")] = None,
     calibrate: Annotated[str | None, setting("DATA", CALIBRATE)] = None,
-    synthetic: Annotated[bool, Option("--synthetic/--no-synthetic", help=SYNTHETIC)] = True,
     bits: Annotated[float, number(BITS, 0.25, 4.0)] = 1.0,
     steps: Annotated[int | None, count("Steps of calibration.")] = None,
     batch: opt.Batch = None,
@@ -51,31 +49,29 @@ def compress(
     """Turn a fine-tuned copy of the backbone into a task.
 
     Needs no data: the change of each weight is rounded to a whole number of steps, mostly 0, to fit the bits; biases
-    correct the mean of each channel; the head is the copy's. Weights and norm layers are then trained to match the
-    copy's scores, on generated images or on those of --calibrate; labels are used only to measure accuracy.
+    correct the mean of each channel; the head is the copy's. With --calibrate, weights and norm layers are then trained
+    on images to match the copy's scores; labels are used only to measure accuracy.
     """
     if evaluate is not None and calibrate is not None:
         raise typer.BadParameter("--calibrate also measures accuracy: leave out --eval")
-    if calibrate is None and not synthetic and (steps or batch or rate):
-        raise typer.BadParameter("--steps, --batch and --rate are for calibration: leave out --no-synthetic")
+    if calibrate is None and (steps or batch or rate):
+        raise typer.BadParameter("--steps, --batch and --rate need --calibrate DATA")
     options, rates = opt.method_options("full", option), opt.by_role(rate, "--rate")
 
-    from bitgraft.compression.distil import CALIBRATION, synthetic_calibration
+    from bitgraft.compression.distil import CALIBRATION
     from bitgraft.format.inspect import inspect_file
     from bitgraft.workflows.compress_task import Job, run
 
     changes = {"steps": steps, "batch": batch, "seed": seed, "size": size, "resize": resize}
     given = {name: value for name, value in changes.items() if value is not None}
-    base = CALIBRATION if calibrate is not None else synthetic_calibration(bits)
     job = Job(
         finetuned,
         task,
         classes=_names(classes),
         data=calibrate or evaluate,
         calibrate=calibrate is not None,
-        synthetic=synthetic,
         bits=bits,
-        config=base.changed(**given, rates=rates),
+        config=CALIBRATION.changed(**given, rates=rates),
         options=options,
         workers=workers,
         overwrite=overwrite,

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from bitgraft.backbone.layers import COUNTER
-from bitgraft.compression.dead_leaves import DeadLeaves
-from bitgraft.compression.distil import CALIBRATION, calibrate, synthetic_calibration
+from bitgraft.compression.distil import CALIBRATION, calibrate
 from bitgraft.compression.input_means import input_means, output_scale
 from bitgraft.compression.source import Classes, Finetuned, finetuned_task, values
-from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.format.rounding import compact, fit_to_bits
 from bitgraft.methods import registry
 from bitgraft.network import Network
@@ -62,8 +60,7 @@ def compress(
     *,
     preprocessing: Mapping[str, Any] | None = None,
     calibrate_on: Any = None,
-    synthetic: bool = True,
-    config: Config | None = None,
+    config: Config = CALIBRATION,
     bits: float = BITS,
     test: Any = None,
     callbacks: Sequence[Callback] = (),
@@ -74,17 +71,15 @@ def compress(
 
     Each transformed weight changes by integer steps, mostly 0, and norm layers by finer ones (method `full` with
     `bits`). Rounding shifts the mean of each channel; biases of norm layers correct that shift, which is computed
-    without data. Weights and norm layers are then calibrated: trained to give the copy's scores, on your images or on
-    generated ones. The head and everything else that the copy changed are copied. The task is frozen.
+    without data. The head and everything else that the copy changed are copied. The task is frozen.
 
     Args:
         finetuned: a task of the network, a module of the backbone's class or its state dict; or a file of plain
             weights, a task file, or "STORE/TASK".
         classes: names in the order of the copy's outputs, if the copy does not state them.
         preprocessing: if the copy does not state it; the backbone's by default.
-        calibrate_on: a Dataset of (image, anything) for the calibration.
-        synthetic: without `calibrate_on`, calibrate on generated images, if the copy states its preprocessing.
-        config: for the calibration; by default `CALIBRATION`, or `synthetic_calibration` for generated images.
+        calibrate_on: a Dataset of (image, anything), on which weights and norm layers learn the copy's scores.
+        config: for the calibration.
         bits: the size of the file without the head, per transformed weight.
         test: a Dataset of (image, label) on which the copy and the task are evaluated.
         **options: of method `full`.
@@ -98,13 +93,9 @@ def compress(
 
         try:
             measure("finetuned", copy.name)
-            images = calibrate_on
-            if images is None and synthetic and copy.metadata.preprocessing:
-                images = DeadLeaves(Preprocessing.from_dict(copy.metadata.preprocessing))
-            if images is not None:
+            if calibrate_on is not None:
                 fit_to_bits(made.task)
-                chosen = config or (synthetic_calibration(bits) if calibrate_on is None else CALIBRATION)
-                made.history = calibrate(net, name, copy.name, images, chosen, callbacks, workers)
+                made.history = calibrate(net, name, copy.name, calibrate_on, config, callbacks, workers)
             compact(made.task)
             measure("compressed" if calibrate_on is None else "calibrated", name)
             made.kept = _kept(made.task, values(copy))

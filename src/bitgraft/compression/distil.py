@@ -31,13 +31,6 @@ CALIBRATION = PAPER.changed(
 TEMPERATURE = 2.0
 
 
-def synthetic_calibration(bits: float) -> Config:
-    """Return the settings for generated images, which a task fits sooner, the more so the fewer bits it has."""
-    return CALIBRATION.changed(
-        steps=100, rates={role: min(1.0, bits) * rate for role, rate in CALIBRATION.rates.items()}
-    )
-
-
 def calibrate(
     net: Network, name: str, teacher: str, images: Any, config: Config, callbacks: Sequence[Callback], workers: int
 ) -> list[dict[str, Any]]:

@@ -36,8 +36,6 @@ class Job:
     data: str | None = None
     """A data set for measuring accuracy and for calibration."""
     calibrate: bool = False
-    synthetic: bool = True
-    """Without `calibrate`, calibrate on generated images."""
     bits: float = BITS
     """File size in bits per weight, without the head."""
     config: Config = CALIBRATION
@@ -85,7 +83,6 @@ def run(
             copy,
             classes,
             calibrate_on=training,
-            synthetic=job.synthetic,
             config=job.config,
             bits=job.bits,
             test=test,
