@@ -39,7 +39,7 @@ class Result:
     history: list[dict[str, Any]] = field(default_factory=list)
     """One record per epoch."""
     start: dict[str, Any] | None = None
-    """With `head_init`, the record before the first step: a linear probe with the task's own norm statistics."""
+    """With `head_init`, the record before the first step: a linear probe."""
     best: dict[str, Any] | None = None
     """The record of the best epoch on validation; epoch 0 is `start`."""
     best_tasks: Values | None = None

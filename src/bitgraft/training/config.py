@@ -72,11 +72,11 @@ class Config:
     """Clip each tensor's gradient to the norm implied by Adam's second moment. Otherwise one large step makes the next
     gradients larger still, until the network gives the same answer to every image."""
     statistics: Literal["batch", "kept"] = AS_PRESET
-    """How a task's own norm layers normalise in training: by the batch over all processes, or by fixed running
+    """How a task's own norm layers normalise in training: by the batch over all processes, or by the backbone's fixed
     statistics, which suit small images and batches better. With "batch", a last batch of one image joins the one before
     it, because a variance needs two."""
     head_init: bool = AS_PRESET
-    """Before training, set the task's norm statistics to those of its data and fit its head on cached features."""
+    """Before training, fit the task's head on cached features; with batch statistics, set those to the data's first."""
     patience: float | None = AS_PRESET
     """Stop after this many epochs without a better validation accuracy. A value below 1 is a share of the run, at least
     10 epochs."""

@@ -1,8 +1,8 @@
 """Initialise a task from its data: norm statistics, a head fitted on cached features, input means.
 
 This takes seconds and saves epochs. Statistics come first, because a head fitted to features normalised by the
-backbone's statistics is useless once the task's own are used. Each process runs its shard of the images; all end with
-the same task.
+backbone's statistics is useless once the task's own are used; kept statistics stay the backbone's. Each process runs
+its shard of the images; all end with the same task.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ from bitgraft.training.processes import broadcast_from_main, from_main, gathered
 from bitgraft.training.sync_bn import over_processes
 
 STEPS = 300
-DECAY = 3e-3  # on standardised features; with less the head overfits
+DECAY = 3e-3  # on features of unit scale; with less the head overfits
 ON_DEVICE = 1 << 30  # bytes of features up to which the head is fitted on the device instead of the CPU
 
 
@@ -64,7 +64,7 @@ def initialize(
 def reset_statistics(
     net: Network, name: str, batches: Iterable[tuple[Any, Any, MicroBatch]], accelerator: Accelerator
 ) -> None:
-    """Set the task's running statistics to the mean over one pass of (inputs, targets, micro-batch)."""
+    """Set the statistics that training updates to the mean over one pass of (inputs, targets, micro-batch)."""
     task_module = TaskModule(net.tasks[name].train())
     task_module.refresh()
     layers: list[Any] = [m for m in task_module.module.modules() if getattr(m, "running_mean", None) is not None]
@@ -177,9 +177,13 @@ def _is_pixel(features: Tensor) -> bool:
 
 
 def _minimise(features: Tensor, labels: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
-    """Adam on standardised features; the standardisation is then folded into the head."""
-    mean, std = features.mean(0), features.std(0, correction=0).clamp(min=1e-4)
-    inputs = (features - mean) / std
+    """Adam on centred and scaled features; centre and scale are then folded into the head.
+
+    All features have one scale: divided by its own deviation, a feature that is almost always 0 on this data would get
+    a huge weight, and training would diverge once that feature moves.
+    """
+    mean, scale = features.mean(0), features.var(0, correction=0).mean().sqrt().clamp(min=1e-4)
+    inputs = (features - mean) / scale
     w = torch.zeros(weight.shape[0], inputs.shape[1], device=inputs.device, requires_grad=True)
     b = torch.zeros(weight.shape[0], device=inputs.device, requires_grad=True)
     optimizer = torch.optim.Adam([w, b], lr=1e-2)
@@ -191,7 +195,7 @@ def _minimise(features: Tensor, labels: Tensor, weight: nn.Parameter, bias: nn.P
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     with torch.no_grad():
-        folded = w / std
+        folded = w / scale
         weight.copy_(folded.view_as(weight))
         if bias is not None:
             bias.copy_(b - folded @ mean)
