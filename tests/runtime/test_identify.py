@@ -280,11 +280,11 @@ def test_python_finds_the_task_of_an_image_as_the_command_does(trained, monkeypa
     store.load(net, "colours").train()
     shots = ["photos/test/red/0.png", "photos/test/blue/0.png"]
     first, second = identify(net, shots, top=2)
-    assert first == identify(net, Image.open(shots[0]), top=2)
+    assert [one["class"] for one in first["answers"]] == ["red", "green"]
+    assert identify(net, Image.open(shots[0]))["task"] == first["task"]
     assert net.tasks["colours"].training
     answers = json.loads(bitgraft(capsys, monkeypatch, "identify", *shots, "--json")[1])
     assert [one["task"] for one in answers] == [first["task"], second["task"]]
-    assert len(first["answers"]) in (0, 2)
 
 
 def test_a_description_of_fewer_images_than_features():
