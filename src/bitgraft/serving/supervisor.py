@@ -70,7 +70,7 @@ def prepare_graphs(settings: Settings, library: Library) -> None:
     structures = {(e.info["method"], e.preprocessing.size): e.task_id for e in library.tasks.values()}
     log.info("preparing %d onnxruntime graphs: about 10 s each, unless they are cached", len(structures))
     failures = [_failure_in_child(partial(task_session, library.net, t), ExportError) for t in structures.values()]
-    for reason in filter(None, failures):
+    for reason in dict.fromkeys(filter(None, failures)):
         if settings.engine == "onnxruntime":
             raise ServingError(f"the tasks cannot run on onnxruntime: {reason}")
         log.warning("tasks run on PyTorch: %s", reason)
