@@ -303,7 +303,7 @@ def test_the_original_task_is_the_backbone_under_a_name_of_its_own():
         assert torch.equal(output, answer)
     assert torch.equal(net(x).detach(), answer)
     assert "imagenet" not in net.tasks
-    with pytest.raises(TaskError, match="there is a task 'imagenet' already"):
+    with pytest.raises(TaskError, match="'imagenet' is the backbone's own task: choose another name"):
         net.add_task("imagenet", classes=3)
     for forbidden in (net.remove_task, lambda name: net.save_task(name, "nowhere")):
         with pytest.raises(TaskError, match="'imagenet' is the backbone's own task"):

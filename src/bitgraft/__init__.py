@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from bitgraft.training.loop import fit as fit
     from bitgraft.training.presets import preset as preset
     from bitgraft.training.task_model import TaskModel as TaskModel
+    from bitgraft.workflows.identification import identify as identify
     from bitgraft.workflows.prediction import predict as predict
 
 __version__ = "0.1.0"
@@ -67,6 +68,7 @@ _MODULES = {
     "format.rounding": ("compact",),
     "methods.registry": ("Method", "method_names", "register_method"),
     "network": ("Network",),
+    "workflows.identification": ("identify",),
     "workflows.prediction": ("predict",),
     "store": ("Store",),
     "task": ("Task",),

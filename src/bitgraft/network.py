@@ -254,8 +254,9 @@ class Network(nn.Module):
         return self._tasks[key]  # type: ignore[return-value]
 
     def _check_new(self, name: str) -> None:
-        check_name(name)
-        if dotless(name) in self._tasks or name == self.original:
+        if check_name(name) == self.original:
+            raise TaskError(f"{name!r} is the backbone's own task: choose another name")
+        if dotless(name) in self._tasks:
             raise TaskError(f"there is a task {name!r} already: remove it first, or choose another name")
 
     def _register(self, task: Task) -> Task:

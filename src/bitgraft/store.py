@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 SUFFIX = ".safetensors"
 FORMAT = 1
 RECORD = "store.json"
+ORIGINAL = "original"  # the name of the backbone's own task in every store
 
 
 @dataclass(frozen=True)
@@ -192,9 +193,11 @@ class Store:
         return net.load_task(self.path(task), name=task)
 
     def check_replaceable(self, task: str) -> None:
-        """Raise if other tasks build on this one, so that it must not be overwritten."""
+        """Raise if this name must not be written: it is the backbone's own, or other tasks build on it."""
         from bitgraft.format.archive import content_hash
 
+        if task == ORIGINAL:
+            raise StoreError(f"{task!r} is the backbone's own task: choose another name")
         try:
             digest = content_hash(self.archive(task))
         except (UnknownTaskError, ArchiveError):  # missing, or damaged, so no task can build on it

@@ -270,7 +270,7 @@ class Task(nn.Module):
 
     def extra_repr(self) -> str:
         count = len(self.classes) if self.classes is not None else "no"
-        return f"{self.name!r}, method={self.metadata.method!r}, {count} classes, {self.bits() / 8000:.0f} kB"
+        return f"{self.name!r}, method={self.metadata.method!r}, {count} classes"
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -148,7 +148,9 @@ def test_params_of_the_paper(bitgraft) -> None:
     [
         (["anatomy"], 2, "missing argument NAME; see `bitgraft anatomy --help`"),
         (["anatomy", "wrn-10-1", "--nope"], 2, "there is no option --nope"),
-        (["anatomy", "wrn-10-1", "--heda", "fc"], 2, "did you mean --head, --help? see `bitgraft anatomy --help`"),
+        (["train", "photos", "--task", "t", "--device", "cuda"], 2, "there is no option --device; see"),  # not --resize
+        (["bench", "decathlon-mini", "--root", "nowhere"], 2, "--root nowhere: there is no such folder"),
+        (["anatomy", "wrn-10-1", "--heda", "fc"], 2, "did you mean --head? see `bitgraft anatomy --help`"),
         (["anatomy", "wrn-10-1", "more"], 2, "unexpected argument: more"),
         (["nope"], 2, "there is no command nope; see `bitgraft --help`"),
         (["anatmy"], 2, "did you mean anatomy? see"),

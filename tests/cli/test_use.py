@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from bitgraft.data.preprocessing import Preprocessing, evaluation_tensor
 from bitgraft.network import Network
+from bitgraft.serving import class_names
 from bitgraft.store import Backbone, Store
 
 SHOT = "photos/test/red/0.png"
@@ -142,6 +143,12 @@ def test_predict_folders_and_tasks(run):
     assert [line.split()[:-3] for line in lines[2:]] == [[SHOT, "hues"], ["original"]]
 
 
+def test_predict_names_imagenets_classes(run, monkeypatch):
+    monkeypatch.setattr(class_names, "imagenet_names", lambda network, backbone: ("tench", "goldfish", *"abc"))
+    answers = json.loads(run("predict", SHOT, "--task", "original", "--json")[1])[0]["tasks"]["original"]
+    assert {answer["class"] for answer in answers} == {"tench", "goldfish", *"abc"}
+
+
 def test_predict_loads_a_task_once_that_another_builds_on(run, tmp_path):
     backbone = Backbone(NET, pretrained=False)
     net = Network(backbone.build())
@@ -182,6 +189,8 @@ def test_predict_answers_the_rest_when_one_cannot_be_read(run, tmp_path):
         (("export", "--task", "shapes"), 1, "has no task 'shapes'"),
         (("export", "--task", "original"), 1, "has no task 'original'"),
         (("export", "--task", "hues", "--output", "own_net.py"), 1, "already exists"),
+        (("train", "photos", "--task", "original"), 1, "'original' is the backbone's own task"),
+        (("pull", "bitgraft-store", "--task", "hues", "--as", "original"), 1, "'original' is the backbone's own task"),
     ],
 )
 def test_a_wrong_command_is_one_sentence(run, args, code, said):

@@ -386,6 +386,8 @@ def test_plain_weights_with_calibration_as_json(command):
     assert 0.9 < report["bits_per_weight"] <= 1
     accuracy = Store("source").archive("colours").metrics["test"]["accuracy"]
     assert report["accuracy"]["finetuned"] == pytest.approx(accuracy)
+    again = json.loads(command("source/plain", "--task", "again", "--store", "source", "--json")[1])
+    assert again["finetuned_bytes"] == report["finetuned_bytes"]  # a whole network, whatever the copy's file holds
 
 
 def test_exported_weights_state_their_classes_and_size(command):

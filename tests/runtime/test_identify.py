@@ -1,6 +1,7 @@
 """Identifying an image's task: descriptions, scorers, the decision, and the network's methods."""
 
 import itertools
+import json
 import math
 
 import pytest
@@ -12,7 +13,7 @@ from tiny import tiny
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from bitgraft import CorruptError, Network, TaskError, load_backbone, read_archive
+from bitgraft import CorruptError, Network, Store, TaskError, identify, load_backbone, read_archive
 from bitgraft.format import archive
 from bitgraft.format.archive import content_hash
 from bitgraft.format.description import Description, rounded
@@ -241,8 +242,6 @@ def trained(tmp_path_factory):
         common = ["train", "photos", "--backbone", NET, "--size", "16", "--batch", "8", "--epochs", "2"]
         for name in ("colours", "hues"):
             assert exit_code(patch, *common, "--task", name) == 0
-        from bitgraft.store import Store
-
         store = Store("bitgraft-store")
         net = store.network()
         store.load(net, "hues").description = None
@@ -272,6 +271,20 @@ def test_commands_find_the_task_of_an_image(trained, monkeypatch, capsys) -> Non
     assert "among 6 classes of 2 tasks" in out
     code, out, err = run("describe", "none", "photos")
     assert (code, "has no task 'none'" in err) == (1, True)
+
+
+def test_python_finds_the_task_of_an_image_as_the_command_does(trained, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(trained)
+    store = Store("bitgraft-store")
+    net = store.network()
+    store.load(net, "colours").train()
+    shots = ["photos/test/red/0.png", "photos/test/blue/0.png"]
+    first, second = identify(net, shots, top=2)
+    assert [one["class"] for one in first["answers"]] == ["red", "green"]
+    assert identify(net, Image.open(shots[0]))["task"] == first["task"]
+    assert net.tasks["colours"].training
+    answers = json.loads(bitgraft(capsys, monkeypatch, "identify", *shots, "--json")[1])
+    assert [one["task"] for one in answers] == [first["task"], second["task"]]
 
 
 def test_a_description_of_fewer_images_than_features():

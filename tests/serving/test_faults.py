@@ -12,6 +12,10 @@ import httpx
 import pytest
 from services import Served, add, bomb, near, new_store, offline, picture, served, until
 
+from bitgraft.errors import ServingError
+from bitgraft.serving.settings import Settings
+from bitgraft.serving.supervisor import check_device, listen
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
@@ -173,4 +177,14 @@ def test_bad_options_are_one_line_errors(tmp_path, capsys, monkeypatch):
     code, _, err = bitgraft(capsys, monkeypatch, "serve", "--memory-budget", "much")
     assert (code, "--memory-budget much: give a size" in err) == (2, True)
     code, _, err = bitgraft(capsys, monkeypatch, "serve", "--api-key-file", str(tmp_path / "none"))
-    assert (code, "cannot read API keys" in err) == (1, True)
+    assert (code, err.endswith("none: No such file or directory\n")) == (1, True)
+
+
+def test_a_missing_device_and_a_taken_port_are_reported_before_workers_start(place):
+    with pytest.raises(ServingError, match=r"^--device nonsense does not work here: Expected one of cpu, cuda"):
+        check_device("nonsense")
+    check_device("meta")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServingError, match=rf"^cannot listen on 127.0.0.1 port {port}: Address already in use$"):
+            listen(Settings(store=place[0], port=port))

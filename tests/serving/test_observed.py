@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import subprocess
 import sys
 
 import httpx
@@ -48,6 +49,16 @@ def test_the_log_is_json_with_one_line_for_each_request(service: Served):
     assert first["milliseconds"] > 0
     assert (second["status"], second["path"]) == (404, "/v1/predict/zebras")
     assert "secret" not in service.said
+
+
+def test_other_libraries_log_warnings_only():
+    said = """import logging
+from bitgraft.serving.logs import set_up_logging
+set_up_logging("text")
+names = ("bitgraft.serving", "uvicorn.error", "onnxscript")
+print([name for name in names if logging.getLogger(name).isEnabledFor(logging.INFO)])"""
+    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    assert done.stdout == "['bitgraft.serving', 'uvicorn.error']\n"  # ONNX's exporter logs pages of details
 
 
 def test_metrics_are_per_task(service: Served):

@@ -60,6 +60,7 @@ def compress(
 
     from bitgraft.compression.distil import CALIBRATION
     from bitgraft.format.inspect import inspect_file
+    from bitgraft.store import Store
     from bitgraft.workflows.compress_task import Job, run
 
     changes = {"steps": steps, "batch": batch, "seed": seed, "size": size, "resize": resize}
@@ -85,7 +86,7 @@ def compress(
         "classes": list(made.task.classes or ()),
         "bytes": found.size,
         "bytes_by_kind": found.bytes,
-        "finetuned_bytes": done.finetuned_bytes,
+        "finetuned_bytes": Store(store).size.copy_bytes(found.bytes["head"]),
         "weights": found.weights,
         "bits_per_weight": found.bits_per_weight,
         "kept": made.kept,

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 import time
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -61,6 +62,9 @@ def _usage(error: Any) -> str:
     message = error.format_message().rstrip(".")
     for pattern, plain in PLAIN_WORDS:
         message = re.sub(pattern, plain, message)
+    if hint := re.match(r"there is no option (--\S+)(; did you mean (.*)\?)$", message):  # typer's are often far off
+        close = get_close_matches(hint[1][2:], [word[2:] for word in hint[3].split(", ")], 1)
+        message = message.removesuffix(hint[2]) + "".join(f"; did you mean --{word}?" for word in close)
     command = "bitgraft" if error.ctx is None else error.ctx.command_path
     if error.ctx is None and not sys.argv[1].startswith("-"):  # typer drops the context of an option without a value
         command = f"bitgraft {sys.argv[1]}"

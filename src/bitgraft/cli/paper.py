@@ -99,6 +99,8 @@ def bench(
 
     from bitgraft.paper.bench.submission import write_submission
 
+    if not root.is_dir():
+        raise typer.BadParameter(f"--root {root}: there is no such folder")
     place = runner.Place(root, folder, threads or max(1, (os.cpu_count() or 1) // jobs), workers)
     runner.describe(whole, folder)
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from bitgraft.data.images import Images
     from bitgraft.data.preprocessing import Preprocessing
     from bitgraft.network import Network
+    from bitgraft.store import Store
 
 Batch = TypeVar("Batch")
 BATCH = 8  # images; larger batches are no faster on a CPU
@@ -51,7 +52,8 @@ def predict(
     """
     from bitgraft.store import Store
 
-    if not task and not all_tasks and len(Store(store).names()) > 1:
+    opened = Store(store)
+    if not task and not all_tasks and len(opened.names()) > 1:
         found, errors = identified(images, store, device, classes=top, tasks=ROUTE)
         data = [{"image": path, **one} for path, one in found.items()]
         rows = _rows({path: {one["task"] or UNKNOWN: one["answers"] or [None]} for path, one in found.items()})
@@ -61,15 +63,31 @@ def predict(
     files, errors = image_files(images)
     net, answers = opt.network_with(store, names, device), {path: dict[str, Any]() for path in files}
     for name in names:
-        for path, best in _run(net, name, [path for path in files if path not in errors], top, engine, errors):
+        readable = [path for path in files if path not in errors]
+        for path, best in _run(net, name, _classes(net, name, opened), readable, top, engine, errors):
             answers[path][name] = best
     answers = {path: by_task for path, by_task in answers.items() if path not in errors}
     data = [{"image": path, "tasks": by_task} for path, by_task in answers.items()]
     show_images(as_json, data, errors, COLUMNS, _rows(answers))
 
 
+def _classes(net: "Network", name: str, store: "Store") -> "Sequence[str] | None":
+    """Return a task's class names; the backbone's own are ImageNet's, if it was trained on that."""
+    if name != net.original:
+        return net.tasks[name].classes
+    from bitgraft.serving.class_names import imagenet_names
+
+    return imagenet_names(net.backbone, store.backbone)
+
+
 def _run(
-    net: "Network", name: str, files: Sequence[str], top: int, engine: opt.EngineName, errors: dict[str, str]
+    net: "Network",
+    name: str,
+    classes: Sequence[str] | None,
+    files: Sequence[str],
+    top: int,
+    engine: opt.EngineName,
+    errors: dict[str, str],
 ) -> Iterator[Any]:
     """Yield each readable file with its likeliest classes; add the others to `errors`."""
     import torch
@@ -77,7 +95,6 @@ def _run(
     from bitgraft.workflows.prediction import best, preprocessing_of, probabilities
 
     scores = _scores(net, name, engine, len(files))
-    classes = None if name == net.original else net.tasks[name].classes
     for read in _read(files, preprocessing_of(net, name), errors):
         for path, row in zip(read, probabilities(scores(torch.stack(list(read.values())))), strict=True):
             yield path, best(row, classes, top)

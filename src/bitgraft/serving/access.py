@@ -25,7 +25,7 @@ def read_keys(path: str | Path) -> tuple[bytes, ...]:
     try:
         lines = [line.strip() for line in Path(path).read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as cause:
-        raise ServingError(f"cannot read API keys from {path}: {cause}") from cause
+        raise ServingError(f"cannot read API keys from {path}: {getattr(cause, 'strerror', cause)}") from cause
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys or min(map(len, keys)) < 8:
         raise ServingError(f"{path} must hold one API key per line, each with at least 8 characters")

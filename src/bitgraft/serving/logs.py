@@ -16,7 +16,9 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
 def set_up_logging(form: Literal["text", "json"]) -> None:
-    logging.basicConfig(level=logging.INFO, format=TEXT)
+    logging.basicConfig(format=TEXT)
+    for name in ("bitgraft", "uvicorn"):  # others, such as ONNX's exporter, log pages of details
+        logging.getLogger(name).setLevel(logging.INFO)
     access_log.disabled = form == "text"
     if form == "json":
         for handler in logging.root.handlers:

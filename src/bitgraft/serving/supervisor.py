@@ -8,11 +8,14 @@ import gc
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -41,6 +44,8 @@ def serve(settings: Settings) -> int:
     set_up_logging(settings.log_format)
     torch.set_num_threads(1)  # a process that has used several threads cannot be forked
     library = open_library(settings)
+    if settings.device != "cpu":
+        check_device(settings.device)
     listener = listen(settings)
     if settings.use_sessions:
         prepare_graphs(settings, library)
@@ -58,31 +63,43 @@ def open_library(settings: Settings) -> Library:
 
 
 def prepare_graphs(settings: Settings, library: Library) -> None:
-    """Export the backbone's graphs into the cache, in a child process that takes its memory with it.
+    """Export the backbone's graphs into the cache, in child processes that take their memory with them.
 
     Graphs that later tasks need are exported while the service runs.
     """
+    structures = {(e.info["method"], e.preprocessing.size): e.task_id for e in library.tasks.values()}
+    log.info("preparing %d onnxruntime graphs: about 10 s each, unless they are cached", len(structures))
+    failures = [_failure_in_child(partial(task_session, library.net, t), ExportError) for t in structures.values()]
+    for reason in dict.fromkeys(filter(None, failures)):
+        if settings.engine == "onnxruntime":
+            raise ServingError(f"the tasks cannot run on onnxruntime: {reason}")
+        log.warning("tasks run on PyTorch: %s", reason)
+
+
+def check_device(device: str) -> None:
+    """Raise if the device does not work. A child tries it: a process that has used a GPU cannot be forked."""
+    reason = _failure_in_child(lambda: torch.empty(1, device=device), RuntimeError, AssertionError, NotImplementedError)
+    if reason is not None:
+        raise ServingError(f"--device {device} does not work here: {reason.partition(chr(10))[0].rstrip('.')}")
+
+
+def _failure_in_child(step: Callable[[], Any], *expected: type[Exception]) -> str | None:
+    """Run a step in a forked process. Return the message of an expected error, else None."""
     context = multiprocessing.get_context("fork")
     reasons = context.SimpleQueue()
-    structures = {(e.info["method"], e.preprocessing.size): e.task_id for e in library.tasks.values()}
 
-    def export() -> None:
-        for task_id in structures.values():
-            try:
-                task_session(library.net, task_id)
-            except ExportError as problem:
-                reasons.put(str(problem))
+    def run() -> None:
+        try:
+            step()
+        except expected as problem:
+            reasons.put(str(problem))
 
-    process = context.Process(target=export)
+    process = context.Process(target=run)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # as for workers
         process.start()
     process.join()
-    if reasons.empty():
-        return
-    if settings.engine == "onnxruntime":
-        raise ServingError(f"the tasks cannot run on onnxruntime: {reasons.get()}")
-    log.warning("tasks run on PyTorch: %s", reasons.get())
+    return None if reasons.empty() else str(reasons.get())
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -90,7 +107,8 @@ def listen(settings: Settings) -> socket.socket:
     try:
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=1024)
     except (OSError, OverflowError) as cause:
-        raise ServingError(f"cannot listen on {settings.host} port {settings.port}: {cause}") from cause
+        reason = re.sub(r"^\[Errno .*?\] | \(while .*", "", str(cause))
+        raise ServingError(f"cannot listen on {settings.host} port {settings.port}: {reason}") from cause
     listener.setblocking(False)
     # asyncio sets this only on sockets that it binds itself. Without it each response waits 40 ms for an ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -48,8 +48,6 @@ class Job:
 class CompressResult:
     made: Compression
     path: Path
-    finetuned_bytes: int
-    """Size of the copy in float32."""
     measured_on: str | None
     """"test" or "val"."""
     notes: list[str]
@@ -90,14 +88,13 @@ def run(
             workers=job.workers,
             **job.options,
         )
-        size = 4 * sum(parameter.numel() for parameter in copy.parameters())
     if measured_on == "val":
         made.task.metrics = _as_validation(made.task.metrics)
     if store is None:
         assert backbone is not None
         store = Store.create(folder, backbone, net)
     net.save_task(job.task, store.path(job.task))
-    return CompressResult(made, store.path(job.task), size, measured_on, [*made.warnings, *notes])
+    return CompressResult(made, store.path(job.task), measured_on, [*made.warnings, *notes])
 
 
 def _preprocessing(net: Network, job: Job, is_task: bool) -> dict[str, Any] | None:

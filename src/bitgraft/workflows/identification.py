@@ -1,6 +1,6 @@
 """Find the task of each image and its answers, or "unknown"."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,41 @@ from bitgraft.data.preprocessing import Preprocessing, evaluation_tensor
 from bitgraft.errors import TaskError
 from bitgraft.network import Network
 from bitgraft.runtime.identify.decision import Decision, described, union_scores
-from bitgraft.workflows.prediction import best, preprocessing_of, probabilities, torch_scores
+from bitgraft.workflows.prediction import ONE, best, preprocessing_of, probabilities, torch_scores
 
+BATCH = 16
 Prepared = Mapping[Preprocessing, Tensor]
 """One image, as a tensor for each preprocessing that tasks use."""
+
+
+def identify(
+    net: Network, images: Picture | Iterable[Picture], *, top: int = 5, tasks: int = 3
+) -> dict[str, Any] | list[dict[str, Any]]:
+    """Find the task of one image, or of each of several, and the task's likeliest classes.
+
+        identify(net, "rose.jpg")   # {"task": "flowers", "route": [...], "answers": [{"class": "rose", ...}, ...]}
+
+    The task is None for an image that resembles no task. Tasks need a description of their images: `bitgraft train`
+    and `bitgraft describe` write one.
+
+    Args:
+        images: files, bytes of files, PIL images or arrays (H, W, C), as for `predict`.
+        top: number of classes.
+        tasks: number of tasks in `route`, the likeliest ones with their scores.
+    """
+    if isinstance(images, ONE):
+        return identify(net, [images], top=top, tasks=tasks)[0]  # type: ignore[index]
+    pictures, found, training = list(images), list[dict[str, Any]](), [t for t in net.tasks.values() if t.training]
+    for task in training:
+        task.eval()
+    try:
+        for start in range(0, len(pictures), BATCH):
+            batch = [prepare(net, picture) for picture in pictures[start : start + BATCH]]
+            found += find(net, batch, top=top, tasks=tasks)
+    finally:
+        for task in training:
+            task.train()
+    return found
 
 
 def preprocessings(net: Network) -> dict[str, Preprocessing]:

@@ -22,6 +22,8 @@ from bitgraft.runtime.onnx_graph import GraphCache
 
 Answers = list[dict[str, Any]]
 """The likeliest classes first, as {"class": name, "probability": number}."""
+ONE = (str, Path, bytes, Image, np.ndarray, Tensor)
+"""The types of one image; several are in a list or another iterable."""
 PROBES = 2  # images on which a session must agree with PyTorch
 MANY = 64  # images; for fewer, creating a session takes longer than it saves
 
@@ -39,7 +41,7 @@ def predict(
         top: number of classes.
         batch: images per forward pass.
     """
-    if isinstance(images, str | Path | bytes | Image | np.ndarray | Tensor):
+    if isinstance(images, ONE):
         return _answers(net, task, [images], top, batch)[0]
     return _answers(net, task, list(images), top, batch)
 
