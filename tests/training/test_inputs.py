@@ -9,6 +9,8 @@ import torch
 from images import COLOURS, NET, furnish, photos
 from PIL import Image
 from stripes import network, stripes
+from tiny import batch, tiny
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import RandomHorizontalFlip
@@ -221,3 +223,16 @@ def test_predict_takes_one_image_or_several(folder):
     assert len(predict(net, "original", file)) == 5
     with pytest.raises(bitgraft.UnknownTaskError):
         predict(net, "flowers", file)
+
+
+def test_a_softmax_at_the_end_changes_neither_training_nor_answers():
+    picture, found = np.full((8, 8, 3), 200, np.uint8), []
+    for end in (nn.Identity(), nn.Softmax(1), nn.LogSoftmax(1)):
+        net = bitgraft.Network(nn.Sequential(tiny(), end), head="0.fc", example=(1, 3, 8, 8))
+        net.add_task("t", classes=2, preprocessing={"size": [8, 8]})
+        images = TensorDataset(batch(16), torch.arange(16) % 2)
+        loss = fit(net, "t", images, images, Config(epochs=2, batch=8), progress=False).history[-1]["val_loss"]
+        answers = [*predict(net, "t", picture), *predict(net, "original", np.full((224, 224, 3), 200, np.uint8))]
+        found.append([loss, *(answer["probability"] for answer in answers)])
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
+    assert found[2] == pytest.approx(found[0], abs=1e-4)
