@@ -105,6 +105,18 @@ def test_a_state_dict_holds_the_weights_that_packnet_found_free():
         assert torch.equal(run(other, batch(), task=name), run(net, batch(), task=name))
 
 
+def test_corrected_biases_follow_the_statistics():
+    net = network()
+    task = net.tasks["t"]
+    learn(net, "t", batch())
+    task.correct_mean_shift({"stem.weight": torch.ones(1, 3, 3, 3)})
+    run(net, batch(), task="t")
+    task.owned["norm1.running_var"].mul_(9)
+    changed = run(net, batch(), task="t")
+    net.release("t")
+    assert torch.equal(changed, run(net, batch(), task="t"))
+
+
 def test_a_file_holds_a_task_in_the_middle_of_training(tmp_path):
     _, seen = trained(tmp_path)
     other = Network(tiny()).eval()

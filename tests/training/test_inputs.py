@@ -72,6 +72,17 @@ def test_a_folder_names_the_classes_and_is_validated_on(folder):
     assert task.metrics["best"]["val_accuracy"] > 0.3
 
 
+@pytest.mark.filterwarnings("ignore::bitgraft.errors.DataWarning")  # few images are held out
+def test_the_seed_of_training_finds_the_held_out_images_again(folder):
+    shutil.rmtree(folder / "val")
+    config = CONFIG.changed(seed=3, keep="last", label_smoothing=0.0)
+    net = colours()
+    last = fit(net, "colours", folder, None, config, progress=False).history[-1]
+    again = evaluate(net, "colours", folder, split="val", seed=3)
+    assert again == pytest.approx({"loss": last["val_loss"], "accuracy": last["val_accuracy"]})
+    assert again != pytest.approx(evaluate(net, "colours", folder, split="val"))
+
+
 def test_splits_train_as_their_folder_does(folder, tmp_path):
     assert saved(trained(open_data(folder)), tmp_path) == saved(trained(folder), tmp_path)
 
