@@ -6,7 +6,7 @@ import io
 import pytest
 import safetensors.torch
 import torch
-from tiny import batch, run, tiny
+from tiny import batch, learn, run, tiny
 from torch.utils.data import TensorDataset
 
 from bitgraft import Network, TaskError, fit
@@ -88,6 +88,33 @@ def test_a_state_dict_holds_a_task_in_the_middle_of_training(assign, tmp_path):
     assert torch.equal(run(again, batch(), task="t"), run(net, batch(), task="t"))
     fresh.tasks["t"].freeze()
     assert torch.equal(run(fresh, batch(), task="t"), seen.answer)
+
+
+def test_a_state_dict_holds_the_weights_that_packnet_found_free():
+    def packed(seed: int) -> Network:
+        net = Network(tiny(seed)).eval()
+        for name in ("first", "second"):
+            net.add_task(name, classes=3, method="packnet", seed=seed)
+            learn(net, name, batch())
+            net.tasks[name].prune(0.5)
+        return net
+
+    net, other = packed(0), packed(1)  # whose backbone prunes other weights
+    other.load_state_dict(net.state_dict())
+    for name in ("first", "second"):
+        assert torch.equal(run(other, batch(), task=name), run(net, batch(), task=name))
+
+
+def test_corrected_biases_follow_the_statistics():
+    net = network()
+    task = net.tasks["t"]
+    learn(net, "t", batch())
+    task.correct_mean_shift({"stem.weight": torch.ones(1, 3, 3, 3)})
+    run(net, batch(), task="t")
+    task.owned["norm1.running_var"].mul_(9)
+    changed = run(net, batch(), task="t")
+    net.release("t")
+    assert torch.equal(changed, run(net, batch(), task="t"))
 
 
 def test_a_file_holds_a_task_in_the_middle_of_training(tmp_path):

@@ -26,6 +26,15 @@
 Every message says what is wrong, where, and what to do. Warnings are `BackboneWarning` and `DataWarning`.
 """
 
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Return "did you mean 'X'? " if one of the known names is like this one, else an empty text."""
+    close = difflib.get_close_matches(str(name), list(known), 1)
+    return f"did you mean {close[0]!r}? " if close else ""
+
 
 def how_to_install(extra: str) -> str:
     """Return the command that installs an extra. bitgraft is not on a package index yet."""

@@ -119,8 +119,8 @@ class Task(nn.Module):
 
     def sources(self) -> list[Tensor]:
         """Return the task's tensors that `tensors()` depends on. A write to one of them makes its result stale."""
-        converted = [t for n, t in self.owned.items() if t.dtype != self.anatomy.tensor(n).dtype]
-        return [*self.parameters(), *self._transforms.buffers(), *converted]
+        used = [t for n, t in self.owned.items() if self.input_means or t.dtype != self.anatomy.tensor(n).dtype]
+        return [*self.parameters(), *self._transforms.buffers(), *used]
 
     def roles(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield each trainable parameter with its role, which sets its learning rate.

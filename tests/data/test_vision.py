@@ -148,7 +148,7 @@ def test_a_set_without_splits_is_split_by_the_seed(named):
 
 
 def test_downloads_happen_when_asked_and_once(named, tmp_path):
-    with pytest.raises(DataError, match=r"Dataset not found; download=True \(--download\) downloads it"):
+    with pytest.raises(DataError, match=r"not found; in Python, open_data\(\.\.\., download=True\) downloads"):
         open_data(named(Remote), root=tmp_path)
     splits = open_data(named(Remote), root=tmp_path, download=True)
     assert sizes(splits) == (20, 20, 20)

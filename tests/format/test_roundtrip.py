@@ -339,6 +339,16 @@ def test_a_task_with_values_that_are_not_finite_is_not_saved(where: str, bad: fl
     assert (tmp_path / "t").read_bytes() == before
 
 
+def test_a_score_that_is_not_finite_is_not_saved_as_a_bit(tmp_path: Path) -> None:
+    net = network()
+    task = trained(net, "t", "full")
+    with torch.no_grad():
+        task.transforms["0.weight"].scores[0] = float("nan")
+    with pytest.raises(TaskError, match=r"task 't' is not saved: '0.weight:scores' has a NaN or an infinite value"):
+        net.save_task("t", tmp_path / "t")
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_order_of_metrics_does_not_show_in_the_bytes() -> None:
     task = network().add_task("t", classes=2)
     one = dataclasses.replace(archive.pack_task(task, "0" * 64), metrics={"a": 1, "b": 2})

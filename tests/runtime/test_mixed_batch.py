@@ -5,6 +5,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -60,6 +61,13 @@ def test_a_mixed_batch_gives_what_one_task_at_a_time_gives(family, active):
     assert [len(row) for row in mixed] == [4, 3, 6, 5, 4, 4, 3, 5]
     assert len({round(float(row[0]), 4) for row in mixed}) > 4, "tasks and images can be told apart"
     assert len(net.resident) <= active
+
+
+def test_names_may_be_an_array():
+    x = batch(8)
+    net = taught(tiny(), x)
+    mixed = run(net, x, task=np.array(NAMES))
+    assert all(map(torch.equal, mixed, run(net, x, task=NAMES)))
 
 
 class Ending(nn.Module):

@@ -9,6 +9,8 @@ import torch
 from images import COLOURS, NET, furnish, photos
 from PIL import Image
 from stripes import network, stripes
+from tiny import batch, tiny
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import RandomHorizontalFlip
@@ -68,6 +70,17 @@ def test_a_folder_names_the_classes_and_is_validated_on(folder):
     assert task.classes == ("blue", "green", "red")
     assert task.metadata.preprocessing["size"] == [16, 16]
     assert task.metrics["best"]["val_accuracy"] > 0.3
+
+
+@pytest.mark.filterwarnings("ignore::bitgraft.errors.DataWarning")  # few images are held out
+def test_the_seed_of_training_finds_the_held_out_images_again(folder):
+    shutil.rmtree(folder / "val")
+    config = CONFIG.changed(seed=3, keep="last", label_smoothing=0.0)
+    net = colours()
+    last = fit(net, "colours", folder, None, config, progress=False).history[-1]
+    again = evaluate(net, "colours", folder, split="val", seed=3)
+    assert again == pytest.approx({"loss": last["val_loss"], "accuracy": last["val_accuracy"]})
+    assert again != pytest.approx(evaluate(net, "colours", folder, split="val"))
 
 
 def test_splits_train_as_their_folder_does(folder, tmp_path):
@@ -221,3 +234,16 @@ def test_predict_takes_one_image_or_several(folder):
     assert len(predict(net, "original", file)) == 5
     with pytest.raises(bitgraft.UnknownTaskError):
         predict(net, "flowers", file)
+
+
+def test_a_softmax_at_the_end_changes_neither_training_nor_answers():
+    picture, found = np.full((8, 8, 3), 200, np.uint8), []
+    for end in (nn.Identity(), nn.Softmax(1), nn.LogSoftmax(1)):
+        net = bitgraft.Network(nn.Sequential(tiny(), end), head="0.fc", example=(1, 3, 8, 8))
+        net.add_task("t", classes=2, preprocessing={"size": [8, 8]})
+        images = TensorDataset(batch(16), torch.arange(16) % 2)
+        loss = fit(net, "t", images, images, Config(epochs=2, batch=8), progress=False).history[-1]["val_loss"]
+        answers = [*predict(net, "t", picture), *predict(net, "original", np.full((224, 224, 3), 200, np.uint8))]
+        found.append([loss, *(answer["probability"] for answer in answers)])
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
+    assert found[2] == pytest.approx(found[0], abs=1e-4)

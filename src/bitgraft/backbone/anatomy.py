@@ -51,6 +51,8 @@ class Anatomy:
     """The number of the head's inputs or, without a head, of the backbone's outputs."""
     wrapped: str | None
     """The type of the backbone's output if it is not a tensor (transformers)."""
+    probabilities: bool
+    """Whether the output is a softmax, not logits."""
     places: Places = field(repr=False)
     """Tensor -> the (module, attribute) pairs that hold it: several if it is tied."""
     outside: tuple[str, ...] = ()
@@ -107,6 +109,11 @@ class Anatomy:
     def head_tied(self) -> bool:
         """Whether the head shares a tensor with another layer (in language models, the embedding)."""
         return any(len({within(path, self.heads) for path, _ in held}) > 1 for held in self.places.values())
+
+    def as_logits(self, scores: Tensor) -> Tensor:
+        """Return scores in float32 whose softmax is the network's answer: if the network ends in one, its logarithm."""
+        scores = scores.float()
+        return scores.clamp(min=torch.finfo(torch.float32).tiny).log() if self.probabilities else scores
 
     def fingerprint(self) -> str:
         """Return a SHA-256 of the names, shapes and float32 values of all tensors but the head's."""
@@ -172,6 +179,7 @@ def read_anatomy(
         head_known=heads is not None,
         features=_features(backbone, heads or (), seen),
         wrapped=seen.wrapped,
+        probabilities=seen.probabilities and heads != (),
         places=places,
         outside=outside,
     )

@@ -32,6 +32,8 @@ class Trace:
     """The size of the output's last dimension."""
     wrapped: str | None
     """The type of the network's output if it is not a tensor."""
+    probabilities: bool
+    """Whether the network ends in a softmax."""
 
 
 def private_copy(backbone: nn.Module) -> nn.Module:
@@ -180,4 +182,12 @@ class _Tracer(TorchFunctionMode):
             last=last[-1] if last else None,
             width=int(scores.shape[-1]) if scores.dim() > 1 else None,
             wrapped=None if isinstance(result, Tensor) else type(result).__name__,
+            probabilities=_are_probabilities(scores),
         )
+
+
+def _are_probabilities(scores: Tensor) -> bool:
+    if scores.is_meta or scores.dim() != 2 or scores.shape[1] < 2 or not scores.is_floating_point():
+        return False
+    off = (scores.float().sum(1) - 1).abs().max().item()
+    return bool((scores >= 0).all()) and off < torch.finfo(scores.dtype).eps + 1e-5

@@ -224,12 +224,13 @@ def check(suite: Suite, root: Root = Path(), as_json: AsJson = False) -> None:
     For a data set that is missing or different, prints the fault, its source and the files that are read; the exit code
     is then 1.
     """
-    from bitgraft.paper.bench.check import check_suite, layout, unchecked
+    from bitgraft.paper.bench.check import layout, problems, unchecked
     from bitgraft.paper.bench.reading import load_suite
 
     held, report, lines = load_suite(suite), {}, []
-    for dataset, (name, found) in zip(held.datasets, check_suite(held, root), strict=True):
-        faults, gone, read = list(found), unchecked(dataset, root), layout(dataset)
+    for dataset in held.datasets:
+        name, faults = dataset.name, list(problems(dataset, root))
+        gone, read = unchecked(dataset, root), layout(dataset)
         about = {"faults": faults, "layout": read, "source": dataset.source, "unchecked": gone}
         report[name] = {"ready": not faults, **about}
         said = ["ready" + (f"; missing, so not checked: {', '.join(gone)}" if gone else "")]

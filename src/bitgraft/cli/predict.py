@@ -96,7 +96,7 @@ def _run(
 
     scores = _scores(net, name, engine, len(files))
     for read in _read(files, preprocessing_of(net, name), errors):
-        for path, row in zip(read, probabilities(scores(torch.stack(list(read.values())))), strict=True):
+        for path, row in zip(read, probabilities(net, scores(torch.stack(list(read.values())))), strict=True):
             yield path, best(row, classes, top)
 
 

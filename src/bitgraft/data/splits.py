@@ -24,7 +24,7 @@ FORMS = f"""\
   FOLDER                        train/, val/ and test/ (the last two are optional), or one subfolder per class
   DEVKIT:DOMAIN                 a domain of the Visual Decathlon, as in decathlon-1.0:gtsrb
   DEVKIT:DOMAIN:train+val       the same with val added to train, for a final submission
-  torchvision:NAME              as in torchvision:Flowers102; --download downloads it
+  torchvision:NAME              as in torchvision:Flowers102; in Python, open_data(NAME, download=True) downloads it
   {", ".join(f"package:{name}" for name in PACKAGES):<30}data sets that are pip packages"""
 CACHE = Path.home() / ".cache" / "bitgraft" / "data"
 _TEST_SHARE = 0.2

@@ -113,7 +113,7 @@ def _first(name: str, make: Any, choices: Iterable[dict[str, Any]]) -> Any:
         except TypeError as problem:
             raise DataError(f"torchvision:{name} needs more than a name: {problem}; open it in Python") from problem
         except Exception as problem:  # missing files, no network, a wrong checksum, a missing package
-            hint = "" if options.get("download", True) else "; download=True (--download) downloads it"
+            hint = "" if options.get("download", True) else "; in Python, open_data(..., download=True) downloads it"
             raise DataError(f"cannot open torchvision:{name} in {options['root']}: {problem}{hint}") from problem
     return None
 

@@ -67,6 +67,7 @@ def pack_task(task: Task, backbone: str) -> Archive:
     if invalid := [name for name in [*tensors, *transforms] if ":" in name or f"{name}:" == HEAD]:
         raise TaskError(f"cannot save task {task.name!r}: the backbone's name {invalid[0]!r} has a colon, or is 'head'")
     for weight, transform in transforms.items():
+        _check_finite(task.name, {f"{weight}:{part}": tensor for part, tensor in transform.named_parameters()})
         tensors |= {f"{weight}:{part}": tensor for part, tensor in transform.parts().items()}
     tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(COUNTER)}
     if task.head is not None:
@@ -108,13 +109,17 @@ def from_bytes(data: bytes | memoryview, source: str = "the task file") -> Archi
 
 def save(archive: Archive, path: str | Path, *, coded: bool = False) -> None:
     """Write the file atomically. All values must be finite."""
-    for key, tensor in archive.tensors.items():
-        if not tensor.isfinite().all():
+    _check_finite(archive.metadata.name, archive.tensors)
+    write_atomically(path, *_pieces(archive, coded))
+
+
+def _check_finite(task: str, tensors: Mapping[str, Tensor]) -> None:
+    for key, tensor in tensors.items():
+        if not tensor.is_meta and not tensor.isfinite().all():
             raise TaskError(
-                f"task {archive.metadata.name!r} is not saved: {key!r} has a NaN or an infinite value; "
+                f"task {task!r} is not saved: {key!r} has a NaN or an infinite value; "
                 "train it again, at lower rates if it diverged"
             )
-    write_atomically(path, *_pieces(archive, coded))
 
 
 def read_archive(path: str | Path) -> Archive:

@@ -5,14 +5,13 @@ torch is imported only where it is needed, so that listing methods is fast.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from bitgraft.errors import TaskError
+from bitgraft.errors import TaskError, did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -86,8 +85,7 @@ class Method:
         known = {f.name for f in fields(self.options)}
         for name in given:
             if name not in known:
-                close = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(known))}"
+                hint = did_you_mean(name, known).strip() or f"it takes {', '.join(sorted(known))}"
                 raise TaskError(f"method {self.name!r} has no option {name!r}; {hint}")
         if isinstance(given.get("own"), str):
             given = {**given, "own": (given["own"],)}  # one pattern, not one per letter
@@ -105,8 +103,7 @@ def register_method(method: Method) -> Method:
 
 def get(name: str) -> Method:
     if name not in _METHODS:
-        close = difflib.get_close_matches(str(name), _METHODS, 1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        hint = did_you_mean(name, _METHODS)
         raise TaskError(f"there is no method {name!r}; {hint}known are {', '.join(_METHODS)}")
     return _METHODS[name]
 

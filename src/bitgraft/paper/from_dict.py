@@ -1,10 +1,11 @@
 """Build dataclasses from TOML and JSON tables."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from bitgraft.errors import did_you_mean
 
 T = TypeVar("T")
 WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", tuple: "a list"}
@@ -21,8 +22,7 @@ def from_dict(kind: type[T], table: Any, where: str = "the file", *, ignore_unkn
     hints = get_type_hints(kind)
     unknown = sorted(set(table) - set(hints))
     if unknown and not ignore_unknown:
-        close = difflib.get_close_matches(unknown[0], hints, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(hints))}"
+        hint = did_you_mean(unknown[0], hints).strip() or f"it takes {', '.join(sorted(hints))}"
         raise ValueError(f"{where} has no setting {unknown[0]!r}; {hint}")
     values = {}
     for field in fields(cast(Any, kind)):

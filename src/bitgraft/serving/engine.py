@@ -208,7 +208,7 @@ class Engine(Service):
         """Run one batch, in one of the scheduler's threads."""
         start = time.perf_counter()
         scores, engine = self._scores(entry, images)
-        rows = probabilities(scores)
+        rows = probabilities(self.library.net, scores)
         end = time.perf_counter()
         self.metrics.compute_seconds.labels(entry.name, entry.role, engine).observe(end - start)
         self.metrics.images.labels(entry.name, entry.role).inc(len(images))

@@ -1,13 +1,12 @@
 """How a task is trained, as plain data."""
 
-import difflib
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from bitgraft.errors import TrainingError
+from bitgraft.errors import TrainingError, did_you_mean
 
 LENGTHS = ("minutes", "steps", "epochs")  # the first one that is set decides how long a run is
 ROLES = ("scores", "k", "k1", "weights", "norms", "head")
@@ -133,9 +132,7 @@ class Config:
             changes = {**dict.fromkeys(set(LENGTHS) - {length, "epochs"}), **changes}
         for name, value in changes.items():
             if name not in known:
-                close = difflib.get_close_matches(name, known, 1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
-                raise TrainingError(f"there is no setting {name!r}{hint}")
+                raise TrainingError(f"there is no setting {name!r}; {did_you_mean(name, known)}".rstrip("; "))
             if isinstance(value, Mapping):
                 changes[name] = {**before.get(name, {}), **value}
         return replace(self, **changes)

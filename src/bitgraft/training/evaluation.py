@@ -53,7 +53,7 @@ def validate(
 
 
 def evaluate(
-    net: Network, task: str, data: Any, *, split: str = "test", batch: int = 128, workers: int = 0
+    net: Network, task: str, data: Any, *, split: str = "test", seed: int = 0, batch: int = 128, workers: int = 0
 ) -> dict[str, float]:
     """Loss and accuracy of a task.
 
@@ -61,8 +61,9 @@ def evaluate(
         data: an image folder, the result of `open_data`, a Dataset of (image, label) with tensors or PIL images, or a
             DataLoader over one.
         split: which images of a folder: "train", "val" or "test".
+        seed: the seed of training, which splits a folder without val/; with another one, val has training images.
     """
     accelerator, held = Accelerator(), net._added(task)
-    loader = Loader(to_evaluate(held, data, split), "test", task, batch, accelerator, workers, pad=False)
+    loader = Loader(to_evaluate(held, data, split, seed), "test", task, batch, accelerator, workers, pad=False)
     net.to(accelerator.device)
     return measure(net, task, loader, Objective([held]), accelerator)

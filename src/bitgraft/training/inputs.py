@@ -102,11 +102,11 @@ def to_train(task: Task, given: Any, val: Any, config: Config) -> tuple[Any, Any
     return train, None if val is None else to_evaluate(task, val, split)
 
 
-def to_evaluate(task: Task, given: Any, split: str = "test") -> Any:
-    """A data set with the task's preprocessing; `split` chooses images of a folder or of splits."""
+def to_evaluate(task: Task, given: Any, split: str = "test", seed: int = 0) -> Any:
+    """A data set with the task's preprocessing; `split` chooses images of a folder, split by `seed`, or of splits."""
     given, preprocessing = unwrapped(given), Preprocessing.from_dict(task.metadata.preprocessing)
     if isinstance(given, str | Path):
-        given = open_data(given, val_share=0.0 if split == "train" else 0.1)
+        given = open_data(given, seed=seed, val_share=0.0 if split == "train" else 0.1)
     if isinstance(given, Splits):
         return ImageDataset(_of_task(task, given, split), preprocessing)
     if _has_pil_images(given):

@@ -83,6 +83,7 @@ class Objective:
         self.loss, self.label_smoothing = loss, label_smoothing
         self.classes = {task.name: len(task.classes) if task.classes is not None else None for task in tasks}
         self.class_weights: dict[str, Tensor | None] = dict.fromkeys(self.classes)
+        self._as_logits = {task.name: task.anatomy.as_logits for task in tasks}
         for task in tasks if loss == "model" else ():
             _check_takes_targets(task.anatomy.backbone)
 
@@ -104,7 +105,7 @@ class Objective:
     def __call__(self, task: str, output: Any, target: Any) -> Tensor:
         if self.loss is not None:
             return (model_loss(output) if self.loss == "model" else self.loss(output, target)) * len(target)
-        scores, weights = logits(output).float(), self.class_weights[task]
+        scores, weights = self._as_logits[task](logits(output)), self.class_weights[task]
         reduction = "sum" if target.dim() == 1 else "mean"  # labels per pixel or word: a mean over the batch's
         loss = F.cross_entropy(scores, target, weights, label_smoothing=self.label_smoothing, reduction=reduction)
         return loss if reduction == "sum" else loss * len(target)

@@ -25,8 +25,8 @@ class Packed(Transform):
     def __init__(self, weight: Weight, frozen: Tensor | None, free: Tensor, start: Tensor) -> None:
         super().__init__()
         self.weight = weight
-        self.register_buffer("frozen", frozen, persistent=False)
-        self.register_buffer("free", free, persistent=False)
+        self.register_buffer("frozen", frozen)
+        self.register_buffer("free", free)
         self.register_buffer("own", free.clone())
         self.values = nn.Parameter(start)
         self.stores_free = frozen is None and not bool(free.all())

@@ -53,8 +53,8 @@ def _answers(net: Network, task: str, pictures: list[Picture], top: int, batch: 
     try:
         for start in range(0, len(pictures), batch):
             tensors = [evaluation_tensor(picture, preprocessing) for picture in pictures[start : start + batch]]
-            scores = probabilities(torch_scores(net, task, torch.stack(tensors)))
-            answers += [best(row, found.classes, top) for row in scores]
+            scores = torch_scores(net, task, torch.stack(tensors))
+            answers += [best(row, found.classes, top) for row in probabilities(net, scores)]
     finally:
         found.train(was_training)
     return answers
@@ -90,8 +90,8 @@ def graph_session(net: Network, task: str, graph: Graph) -> Session:
         return Session(graph, {**net.anatomy.tensors(), **found.tensors()})
 
 
-def probabilities(scores: Tensor) -> Tensor:
-    return scores.float().softmax(1)
+def probabilities(net: Network, scores: Tensor) -> Tensor:
+    return net.anatomy.as_logits(scores).softmax(1)
 
 
 def task_session(net: Network, task: str, threads: int | None = None, *, export: bool = True) -> Session:

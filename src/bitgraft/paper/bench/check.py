@@ -9,15 +9,11 @@ from pathlib import Path
 from bitgraft.data.images import Splits
 from bitgraft.data.splits import open_data
 from bitgraft.errors import DataError
-from bitgraft.paper.bench.suite import SPLITS, Dataset, Suite
+from bitgraft.paper.bench.suite import SPLITS, Dataset
 
 
-def check_suite(suite: Suite, root: Path) -> Iterator[tuple[str, Iterator[str]]]:
-    """Yield the name of each data set and its problems, one sentence each."""
-    return ((dataset.name, _problems(dataset, root)) for dataset in suite.datasets)
-
-
-def _problems(dataset: Dataset, root: Path) -> Iterator[str]:
+def problems(dataset: Dataset, root: Path) -> Iterator[str]:
+    """Yield what is wrong with a data set, one sentence each."""
     for name, checksum in dataset.checksums.items():
         path, (kind, _, wanted) = root / name, checksum.partition(":")
         if path.exists():  # archives may be deleted once unpacked

@@ -1,6 +1,5 @@
 """Load suites from TOML files: a built-in one by name, or a user's own, which may extend another."""
 
-import difflib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bitgraft.backbone.files import check_name
-from bitgraft.errors import BitgraftError, SuiteError
+from bitgraft.errors import BitgraftError, SuiteError, did_you_mean
 from bitgraft.methods import registry
 from bitgraft.methods.preset_options import preset_options
 from bitgraft.paper.bench.suite import SPLITS, Suite, narrowed
@@ -85,8 +84,7 @@ def _text(name: str | Path) -> str:
     if Path(name).suffix == ".toml":
         return Path(name).read_text(encoding="utf-8")
     if name not in built_in():
-        close = difflib.get_close_matches(str(name), built_in(), 1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        hint = did_you_mean(name, built_in())
         raise SuiteError(f"there is no suite {name!r}; {hint}known suites: {', '.join(built_in())}, or a .toml file")
     return (FOLDER / f"{name}.toml").read_text(encoding="utf-8")
 

@@ -36,14 +36,13 @@ class Place:
 class Board:
     """Progress of a suite: finished runs, failed runs with their errors, and the rest."""
 
-    suite: Suite
     done: list[Cell] = field(default_factory=list)
     failed: dict[Cell, str] = field(default_factory=dict)
     left: list[Cell] = field(default_factory=list)
 
 
 def plan(suite: Suite, runs: Path) -> Board:
-    board = Board(suite)
+    board = Board()
     for cell in suite.cells():
         whole = len(finished(suite, runs, cell)) == len(cell.datasets)
         (board.done if whole else board.left).append(cell)

@@ -1,1 +1,4 @@
-"""Turn records of runs into the paper's tables and figures."""
+"""Turn records of runs into the paper's tables and figures.
+
+May import: what paper may, but not paper/bench.
+"""
