@@ -10,7 +10,7 @@ import torch
 from images import NET, bitgraft, exit_code, furnish
 from PIL import Image
 from tiny import tiny
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
 from bitgraft import CorruptError, Network, Store, TaskError, identify, load_backbone, read_archive
@@ -168,6 +168,15 @@ def test_auto_gives_the_union_of_classes() -> None:
     assert (auto[unknown] == -torch.inf).all()
     net.add_task("auto", classes=4)
     assert net(seen, task="auto").shape == (6, 4)
+
+
+def test_a_network_that_ends_in_a_softmax_is_taken_at_its_word() -> None:
+    net = Network(nn.Sequential(tiny(), nn.Softmax(1)), head="0.fc", example=(1, 3, 8, 8)).eval()
+    net.add_task("bright", classes=3)
+    describe(net, "bright", images(1))
+    with torch.no_grad():
+        own = net(images(3, 6), task="bright")
+    torch.testing.assert_close(union_scores(net.decide(images(3, 6)), net.tasks).exp(), own)
 
 
 def test_neither_the_order_of_tasks_nor_their_number_matters() -> None:

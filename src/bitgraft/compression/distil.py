@@ -67,12 +67,12 @@ class Unlabelled(Dataset[tuple[Tensor, Tensor]]):
 
 def teacher_loss(net: Network, teacher: str) -> Loss:
     """Return the loss against a teacher: distillation of class scores, or squared error of features."""
-    classes = net.tasks[teacher].eval().classes
+    classes, as_logits = net.tasks[teacher].eval().classes, net.anatomy.as_logits
 
     def loss(output: Any, images: Tensor) -> Tensor:
         with torch.no_grad():
-            target = logits(net(to_device(images, images.device), task=teacher)).float()
-        student = logits(output).float()
+            target = as_logits(logits(net(to_device(images, images.device), task=teacher)))
+        student = as_logits(logits(output))
         return F.mse_loss(student, target) if classes is None else distillation_loss(student, target)
 
     return loss

@@ -33,4 +33,4 @@ def identify(library: Library, images: Sequence[bytes], top: int, max_pixels: in
         decision = net._identifier.decide(tasks, inputs, run)
     except BitgraftError as problem:  # no task has a description, or the backbone has no features
         raise HttpError(409, str(problem)) from problem
-    return as_answers(net, decision, {name: entry.classes for name, entry in entries.items()}, top=top)
+    return as_answers(decision, {name: entry.classes for name, entry in entries.items()}, top=top)

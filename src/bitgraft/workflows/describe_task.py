@@ -57,5 +57,5 @@ def _features(
         features.append(net.features(pixels).cpu())
         labels.append(targets)
         if run:
-            own.append(logits(net(pixels, task=name)).float().cpu())
+            own.append(net.anatomy.as_logits(logits(net(pixels, task=name))).cpu())
     return torch.cat(features), torch.cat(labels), torch.cat(own) if own else Tensor()

@@ -14,7 +14,7 @@ from bitgraft.data.preprocessing import Preprocessing, evaluation_tensor
 from bitgraft.errors import TaskError
 from bitgraft.network import Network
 from bitgraft.runtime.identify.decision import Decision, described, union_scores
-from bitgraft.workflows.prediction import ONE, best, preprocessing_of, probabilities, torch_scores
+from bitgraft.workflows.prediction import ONE, best, preprocessing_of, torch_scores
 
 BATCH = 16
 Prepared = Mapping[Preprocessing, Tensor]
@@ -69,17 +69,17 @@ def find(net: Network, images: Sequence[Prepared], *, top: int = 5, tasks: int =
     wanted, device = preprocessings(net), net.anatomy.device
     stacked = {one: torch.stack([image[one] for image in images]).to(device) for one in dict.fromkeys(wanted.values())}
     decision = net.decide({name: stacked[one] for name, one in wanted.items()})
-    return as_answers(net, decision, {name: task.classes for name, task in net.tasks.items()}, top=top, tasks=tasks)
+    return as_answers(decision, {name: task.classes for name, task in net.tasks.items()}, top=top, tasks=tasks)
 
 
 def as_answers(
-    net: Network, decision: Decision, classes: Mapping[str, Sequence[str] | None], *, top: int = 5, tasks: int = 3
+    decision: Decision, classes: Mapping[str, Sequence[str] | None], *, top: int = 5, tasks: int = 3
 ) -> list[dict[str, Any]]:
     """Convert a decision to the result of `find`."""
     found, scores, names = decision.identified.tasks, decision.identified.scores, decision.identified.names
     answers: list[list[dict[str, Any]]] = [[] for _ in found]
     for name, (rows, output) in decision.outputs.items():
-        for row, one in zip(rows, probabilities(net, output.cpu()), strict=True):
+        for row, one in zip(rows, output.cpu().softmax(1), strict=True):
             if decision.best[row] == name:
                 answers[row] = best(one, classes[name], top)
     routes = [

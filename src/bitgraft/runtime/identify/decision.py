@@ -64,7 +64,7 @@ class Identifier:
         """Decide on each image's task.
 
         `images` has one batch per task. Tasks with the same preprocessing share one tensor. `run` returns a task's
-        logits.
+        output.
         """
         names = described(tasks)
         route = self.route([(name, tasks[name].description) for name in names], images)  # type: ignore[misc]
@@ -73,8 +73,8 @@ class Identifier:
         for i, name in enumerate(names):
             rows = (best == i).any(1).nonzero()[:, 0]
             if len(rows):
-                output, calibration = run(name, images[name][rows]), tasks[name].description.calibrated  # type: ignore[union-attr]
-                own = energy(output)
+                output = self._anatomy.as_logits(run(name, images[name][rows]))
+                own, calibration = energy(output), tasks[name].description.calibrated  # type: ignore[union-attr]
                 scores[rows, i] = route[rows, i] + WEIGHT * certainty(own, calibration)
                 margins[rows, i] = typicality(route[rows, i], own, calibration) - calibration.threshold
                 outputs[name] = rows.tolist(), output
@@ -127,6 +127,6 @@ def union_scores(decision: Decision, tasks: Mapping[str, Task], *, known_only: b
     names, scores = decision.identified.names, decision.identified.scores
     by_task = {name: scores.new_full((len(scores), len(tasks[name].classes or ())), -torch.inf) for name in names}
     for name, (rows, output) in decision.outputs.items():
-        by_task[name][rows] = output.float().log_softmax(1) + scores[rows, names.index(name), None].log()
+        by_task[name][rows] = output.log_softmax(1) + scores[rows, names.index(name), None].log()
     unknown = (decision.identified.margins < 0)[:, None]
     return torch.cat([by_task[name] for name in names], 1).masked_fill(unknown & known_only, -torch.inf)
