@@ -11,7 +11,8 @@ from bitgraft.format.description import rounded
 from bitgraft.runtime.identify.fitting import RANK
 from bitgraft.runtime.identify.scorers import Likelihood
 
-TASKS, CLASSES, FEATURES, ROUNDS = 1000, 100, 2048, 15
+TASKS, CLASSES, ROUNDS = 1000, 100, 15
+FEATURES = 2048 + 12 * 48  # of ResNet-50: the input of its head, and twelve depths
 
 
 def cost() -> Iterator[str]:

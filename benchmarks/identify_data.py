@@ -14,7 +14,7 @@ from bitgraft.data.images import Images, Splits
 from bitgraft.data.splits import open_data
 from bitgraft.paper.bench.reading import load_suite
 from bitgraft.store import Backbone
-from bitgraft.training.config import Config
+from bitgraft.training.presets import preset
 from bitgraft.workflows.prediction import torch_scores
 from bitgraft.workflows.train_task import Request, TrainData, open_store, preprocessing_for, train
 
@@ -57,7 +57,7 @@ class Collection:
         self.root, self.cache, self.steps = root, cache, steps
         self.suite = load_suite("domains")
         about = self.suite.backbone
-        self.config = Config(size=64, resize=72, steps=steps)
+        self.config = preset("default").changed(size=64, resize=72, steps=steps)
         self.store, self.net = open_store(store, Backbone(about.name, about.weights))
         self.net.eval()
         self.preprocessing = preprocessing_for(self.net, self.config)

@@ -64,5 +64,5 @@ def saved_bytes(net: Network, path: Path) -> bytes:
 SHORT = QUICK.changed(epochs=2, batch=16, warmup=0.5)
 PROPORTIONATE = SHORT.changed(  # SGD: Adam normalises gradients, which amplifies the rounding of tiny ones
     optimizers=dict.fromkeys(QUICK.optimizers, "sgd"),
-    rates={"scores": 1e-2, "k": 1e-2, "k1": 1e-2, "norms": 1e-2, "weights": 1e-2, "head": 1e-2},
+    rates={"scores": 3e-3, "k": 3e-3, "k1": 3e-3, "norms": 3e-3, "weights": 3e-3, "head": 3e-3},
 )

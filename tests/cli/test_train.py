@@ -180,7 +180,7 @@ def test_one_class_is_refused_and_few_images_cause_a_warning(run, tmp_path):
         (("photos", *RUN, "--mixed-precision", "fp16"), 1, "--mixed-precision fp16"),
         (("photos", *RUN, "--tensorboard"), 1, "pip install '.[tensorboard]'"),
         (("photos", *SET, "--task", "../x"), 1, "../x"),
-        (("photos", *RUN, "--rate", "1e30", "--method", "finetune", "--schedule", "constant"), 1, "loss is not finite"),
+        (("photos", *RUN, "--rate", "1e38", "--method", "finetune", "--schedule", "constant"), 1, "loss is not finite"),
     ],
 )
 def test_a_wrong_command_is_one_sentence_and_leaves_no_task(run, tmp_path, monkeypatch, args, code, said):

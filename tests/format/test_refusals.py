@@ -238,7 +238,7 @@ def test_an_unsafe_name(name: Any, tmp_path: Path) -> None:
 
 def test_a_name_that_is_taken(tmp_path: Path) -> None:
     refuse(crafted(put("name", "other")), TaskError, "there is a task 'other' already", tmp_path)
-    refuse(crafted(put("name", "original")), TaskError, "there is a task 'original' already", tmp_path)
+    refuse(crafted(put("name", "original")), TaskError, "'original' is the backbone's own task", tmp_path)
     refuse(saved(), TaskError, "there is a task 'other' already", tmp_path, name="other")
 
 

@@ -187,7 +187,7 @@ class _Tracer(TorchFunctionMode):
 
 
 def _are_probabilities(scores: Tensor) -> bool:
-    if scores.is_meta or scores.dim() != 2 or scores.shape[1] < 2 or not scores.is_floating_point():
+    if scores.is_meta or scores.dim() != 2 or len(scores) < 1 or scores.shape[1] < 2 or not scores.is_floating_point():
         return False
     off = (scores.float().sum(1) - 1).abs().max().item()
     return bool((scores >= 0).all()) and off < torch.finfo(scores.dtype).eps + 1e-5
