@@ -57,7 +57,8 @@ class Sessions:
         """`on_event(task, event)` is called with the events "made" and "dropped"."""
         self._library, self._budget, self._pinned, self._enabled, self._make = library, budget, pinned, enabled, make
         self._on_event = on_event
-        self._held: WeakKeyDictionary[Entry, _Held] = WeakKeyDictionary()  # a replaced task loses its session
+        self._held: WeakKeyDictionary[Entry, _Held] = WeakKeyDictionary()
+        """A replaced task loses its session. So nothing else may keep an entry, not even a log record."""
         self._pending: WeakSet[Entry] = WeakSet()
         self.reasons: WeakKeyDictionary[Entry, str] = WeakKeyDictionary()
         """Why a task will not get a session."""
@@ -112,7 +113,7 @@ class Sessions:
                 self._checked[entry] = graph, True
             except ExportError as problem:
                 self._checked[entry] = graph, False
-                log.info("%s: runs on PyTorch until it has a session: %s", entry, problem)
+                log.info("%s: runs on PyTorch until it has a session: %s", entry.name, str(problem))
         return scores, "torch"
 
     def _agreed_graph(self, entry: Entry) -> Graph | None:
@@ -188,7 +189,7 @@ class Sessions:
         del session
         if fits:
             self._library.net.release(entry.task_id)
-            log.info("%s: runs on onnxruntime now", entry)
+            log.info("%s: runs on onnxruntime now", entry.name)
         self._library.net.limit_memory(max(0, self._budget - self.nbytes))
         give_memory_back()
 
@@ -214,7 +215,7 @@ class Sessions:
         if entry.name in self._pinned:
             self._library.net.module(entry.task_id)  # computes its weights and keeps them
         if self._enabled:
-            log.warning("%s: stays on PyTorch: %s", entry, reason)
+            log.warning("%s: stays on PyTorch: %s", entry.name, reason)
         self.reasons[entry] = reason
 
 
