@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SITE ?= site
-INSTALL := $(BIN)/pip install --disable-pip-version-check -q -c constraints.txt -e
+INSTALL := $(BIN)/pip install --disable-pip-version-check $(PIP_FLAGS) -q -c constraints.txt -e
 READY := $(VENV)/.ready
 DEMO := $(VENV)/.demo
 

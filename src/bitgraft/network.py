@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from bitgraft.backbone.weight_files import write_weights
 from bitgraft.errors import TaskError, UnknownTaskError
 from bitgraft.format import archive, dependencies
 from bitgraft.runtime import grouping
+from bitgraft.runtime.eager import eager
 from bitgraft.runtime.fingerprint import Fingerprint
 from bitgraft.runtime.identify import decision
 from bitgraft.runtime.module_cache import ModuleCache, SpareModule
@@ -197,7 +199,7 @@ class Network(nn.Module):
             return self.ready(task)(*inputs, **named)
         return self._forward_mixed(list(task), inputs, named)
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call,untyped-decorator]
+    @partial(eager, recursive=False)
     def _forward_mixed(self, tasks: list[str], inputs: Sequence[Any], named: Mapping[str, Any]) -> list[Tensor]:
         groups, outputs = grouping.by_task(tasks, inputs, named), []
         with self._module_cache.spare.lend() as spare:
@@ -205,7 +207,7 @@ class Network(nn.Module):
                 outputs.append(logits(self.ready(name, groups, spare)(*group.inputs, **group.named)))
         return grouping.in_order(groups.values(), outputs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @eager
     def ready(self, name: str | None, batch: Iterable[str] = (), spare: SpareModule | None = None) -> TaskModule:
         """Return the module that runs a task, up to date: the spare one if the tasks of a mixed batch do not fit."""
         with self._lock:

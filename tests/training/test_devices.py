@@ -38,28 +38,24 @@ SIMULATED = textwrap.dedent(
         def epoch(self, record): self.note(self.epochs)
         def end(self): pass
 
-    found = {{}}
-    for method in ("full", "lora"):
+    found = {{60: {{}}, 260: {{}}}}
+    for val, method in ((60, "full"), (60, "lora"), (260, "full"), (260, "lora")):
         net, noted = network(method), Waits()
         with Sim():
-            result = fit(net, "stripes", stripes(80, 1), stripes({val}, 2), CONFIG, accelerator=Simulated(cpu=True),
+            result = fit(net, "stripes", stripes(80, 1), stripes(val, 2), CONFIG, accelerator=Simulated(cpu=True),
                          callbacks=[noted])
             task = net.tasks["stripes"]
             assert all(tensor.device == SIM for tensor in (*task.parameters(), *task.buffers()))
-        found[method] = dict(steps=noted.steps, epochs=noted.epochs, history=result.history)
+        found[val][method] = dict(steps=noted.steps, epochs=noted.epochs, history=result.history)
     torch.save(found, {out!r})
     """
 )
 
 
-def simulated(path: Path, val: int) -> dict:
-    source = SIMULATED.format(tests=str(Path(__file__).parents[1]), val=val, out=str(path))
-    subprocess.run([sys.executable, "-c", source], check=True)
-    return torch.load(path, weights_only=True)
-
-
 def test_a_device_gives_what_the_cpu_gives_and_is_never_waited_for_in_a_step(tmp_path):
-    few, many = simulated(tmp_path / "few.pt", 60), simulated(tmp_path / "many.pt", 260)
+    source = SIMULATED.format(tests=str(Path(__file__).parents[1]), out=str(tmp_path / "found.pt"))
+    subprocess.run([sys.executable, "-c", source], check=True)
+    few, many = torch.load(tmp_path / "found.pt", weights_only=True).values()
     for method in ("full", "lora"):
         net = network(method)
         expected = fit(net, "stripes", stripes(80, 1), stripes(60, 2), CONFIG, accelerator=Accelerator(cpu=True))

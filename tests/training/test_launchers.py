@@ -1,6 +1,7 @@
 """`bitgraft train` under torchrun and accelerate, as from a terminal."""
 
 import signal
+import sys
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def run(launcher, place, *args):
 
 def test_two_processes_interrupted_twice_end_as_one_does(place):
     """Ctrl-C, which reaches all processes twice; then SIGTERM; then the run finishes."""
-    with run(ACCELERATE, place, "--store", "one") as one, run(TORCHRUN, place, "--store", "two") as first:
+    with run((sys.executable,), place, "--store", "one") as one, run(TORCHRUN, place, "--store", "two") as first:
         first.wait_for(f" 3/{EPOCHS}  loss")
         first.signal(signal.SIGINT)
         assert first.ended() != 0
@@ -44,7 +45,7 @@ def test_two_processes_interrupted_twice_end_as_one_does(place):
         assert second.ended() != 0
     assert command in second.err
     assert "epoch  1/" not in second.out
-    with run(TORCHRUN, place, "--store", "two", "--resume") as third:
+    with run(ACCELERATE, place, "--store", "two", "--resume") as third:
         assert third.ended() == 0, third.err
     assert third.out.count("resuming colours") == 1  # only the main process prints
     assert third.out.splitlines()[-1] == "next: bitgraft predict IMAGE --task colours --store two"

@@ -1,7 +1,9 @@
-"""Two processes train as one does, for any number of images, and always hold the same task."""
+"""Two processes train as one does, for any number of images, and always hold the same task.
+
+Processes are slow to start, so this is one test: one process and then a pair of them run all scripts.
+"""
 
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -22,22 +24,13 @@ from bitgraft.training.evaluation import evaluate
 from bitgraft.errors import StoppedError
 accelerator = Accelerator(cpu=True)
 rank, world, main = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
-found = {{}}
+all_found = {{}}
 """
 TAIL = """
-torch.save(found, f"{world}-{rank}.pt")
+torch.save(all_found, f"{world}-{rank}.pt")
 if world > 1:
     torch.distributed.destroy_process_group()
 """
-
-
-def run(folder, body: str, world: int) -> list[dict]:
-    """Run a script in one or two processes; return what each of them found."""
-    script = folder / f"{world}.py"
-    script.write_text(HEAD + textwrap.dedent(body) + TAIL)
-    with launched(*((sys.executable,) if world == 1 else TORCHRUN), str(script), folder=folder) as group:
-        assert group.ended() == 0, group.err
-    return [torch.load(folder / f"{world}-{rank}.pt", weights_only=True) for rank in range(world)]
 
 
 METHODS = """
@@ -48,9 +41,9 @@ for method in ("full", "finetune"):
 """
 
 
-def test_two_processes_give_what_one_gives(tmp_path):
+def two_processes_give_what_one_gives(found):
     """The same global batch and batch statistics, up to rounding."""
-    (one,), (two, _) = run(tmp_path, METHODS, 1), run(tmp_path, METHODS, 2)
+    (one,), (two, _) = found[1]["methods"], found[2]["methods"]
     # with mean-shift correction k1 has almost no gradient, so its steps are rounding; biases compensate
     for method, rounding in (("full", 1e-3), ("finetune", 1e-5)):
         mine, theirs = one[method], two[method]
@@ -89,10 +82,10 @@ for mean in (0.0, 100.0, 1000.0, 3000.0):
 """
 
 
-def test_batch_statistics_over_processes_are_exact_whatever_the_mean(tmp_path):
+def batch_statistics_over_processes_are_exact_whatever_the_mean(found):
     """Against one process in float64: E[x²] - E[x]² in float32 is off by 1e3 at a mean of 3,000."""
-    for found in run(tmp_path, NORMS, 2):
-        for mean, off in found.items():
+    for process in found[2]["norms"]:
+        for mean, off in process.items():
             assert all(value < 2e-5 for value in off.values()), (mean, off)
 
 
@@ -109,14 +102,14 @@ for name, (images, batch, accumulate, val) in cases.items():
 """
 
 
-def test_any_number_of_images_and_micro_batches(tmp_path):
+def any_number_of_images_and_micro_batches(found):
     """A process with an empty shard takes part with weight 0."""
-    (one,), two = run(tmp_path, UNEVEN, 1), run(tmp_path, UNEVEN, 2)
+    (one,), two = found[1]["uneven"], found[2]["uneven"]
     assert len(one) == 7
     for case, expected in one.items():
-        for found in two:
+        for process in two:
             for name, value in expected.items():
-                mine, theirs = (torch.as_tensor(v, dtype=torch.float64) for v in (value, found[case][name]))
+                mine, theirs = (torch.as_tensor(v, dtype=torch.float64) for v in (value, process[case][name]))
                 assert torch.allclose(mine, theirs, rtol=2e-3, atol=2e-4), (case, name)
 
 
@@ -132,12 +125,13 @@ if rank:  # as if processes had different seeds
 fit(before, "stripes", stripes(51, 1), None, config, accelerator=accelerator)
 found["tensors"] = before.tasks["stripes"].state_dict()
 found["fitted"] = [len(features) for features in seen]
+init._minimise = real
 """
 
 
-def test_all_processes_start_from_the_same_head_statistics_and_means(tmp_path):
-    (one,), two = run(tmp_path, START, 1), run(tmp_path, START, 2)
-    assert [found["fitted"] for found in (one, *two)] == [[51], [51], []]  # the main process fits the head
+def all_processes_start_from_the_same_head_statistics_and_means(found):
+    (one,), two = found[1]["start"], found[2]["start"]
+    assert [process["fitted"] for process in (one, *two)] == [[51], [51], []]  # the main process fits the head
     for name, tensor in one["tensors"].items():
         assert torch.equal(two[0]["tensors"][name], two[1]["tensors"][name]), name
         assert torch.allclose(two[0]["tensors"][name].float(), tensor.float(), rtol=1e-3, atol=1e-4), name
@@ -161,11 +155,11 @@ for name, net in (("whole", whole), ("again", again)):
 """
 
 
-def test_each_process_resumes_with_its_own_random_state(tmp_path):
-    for found in run(tmp_path, RESUMED, 2):
-        assert found["stopped"]
-        assert found["history"] == found["expected"]
-        assert all(torch.equal(tensor, found["again"][name]) for name, tensor in found["whole"].items())
+def each_process_resumes_with_its_own_random_state(found):
+    for process in found[2]["resumed"]:
+        assert process["stopped"]
+        assert process["history"] == process["expected"]
+        assert all(torch.equal(tensor, process["again"][name]) for name, tensor in process["whole"].items())
 
 
 UNUSED = """
@@ -188,12 +182,36 @@ for name, module in (("spare", Spare()), ("plain", backbone())):
     fit(without_dropout(net), "stripes", stripes(20, 1), None, PROPORTIONATE, accelerator=accelerator)
     found[name] = {key.replace("·body", ""): tensor for key, tensor in net.tasks["stripes"].state_dict().items()}
 found["asked"] = asked
+accelerator.prepare = prepare
 """
 
 
-def test_ddp_looks_for_unused_parameters_only_if_a_layer_never_runs(tmp_path):
-    for found in run(tmp_path, UNUSED, 2):
-        assert found["asked"] == [True, False]
-        assert any("spare" in name for name in found["spare"])
-        for name, tensor in found["plain"].items():
-            assert torch.equal(found["spare"][name], tensor), name
+def ddp_looks_for_unused_parameters_only_if_a_layer_never_runs(found):
+    for process in found[2]["unused"]:
+        assert process["asked"] == [True, False]
+        assert any("spare" in name for name in process["spare"])
+        for name, tensor in process["plain"].items():
+            assert torch.equal(process["spare"][name], tensor), name
+
+
+ANY = {"methods": METHODS, "uneven": UNEVEN, "start": START}
+SCRIPTS = {1: ANY, 2: {**ANY, "norms": NORMS, "resumed": RESUMED, "unused": UNUSED}}
+
+
+def test_one_process_and_two(tmp_path):
+    """`found[2]["norms"]` is what each of two processes found with the script `norms`."""
+    found = {}
+    for world, scripts in SCRIPTS.items():
+        bodies = [f"found = all_found[{name!r}] = {{}}\n{body}" for name, body in scripts.items()]
+        (tmp_path / f"{world}.py").write_text("\n".join([HEAD, *bodies, TAIL]))
+        command = (sys.executable,) if world == 1 else TORCHRUN
+        with launched(*command, str(tmp_path / f"{world}.py"), folder=tmp_path) as group:
+            assert group.ended() == 0, group.err
+        ranks = [torch.load(tmp_path / f"{world}-{rank}.pt", weights_only=True) for rank in range(world)]
+        found[world] = {name: [rank[name] for rank in ranks] for name in scripts}
+    two_processes_give_what_one_gives(found)
+    batch_statistics_over_processes_are_exact_whatever_the_mean(found)
+    any_number_of_images_and_micro_batches(found)
+    all_processes_start_from_the_same_head_statistics_and_means(found)
+    each_process_resumes_with_its_own_random_state(found)
+    ddp_looks_for_unused_parameters_only_if_a_layer_never_runs(found)

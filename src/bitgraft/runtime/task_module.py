@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from bitgraft.backbone.anatomy import Anatomy, tensor_dict
 from bitgraft.backbone.layers import is_norm
 from bitgraft.backbone.tracing import private_copy
+from bitgraft.runtime.eager import eager
 from bitgraft.runtime.heads import Headed, as_graph, place_head
 from bitgraft.runtime.snapshot import Snapshot
 from bitgraft.task import Task
@@ -71,7 +72,7 @@ class TaskModule:
         self._mode, self._buffers = (), {}
         self._install(dict.fromkeys(self.task.transforms))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @eager
     def refresh(self) -> None:
         """Bring the module up to date with the task.
 
