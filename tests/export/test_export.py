@@ -50,8 +50,9 @@ for family, (name, options) in json.loads((folder / "families.json").read_text()
     with torch.no_grad():
         assert torch.equal(model(images), expected), f"{family}: plain weights"
         assert torch.equal(program(images), expected), f"{family}: torch.export"
-    (given,) = onnxruntime.InferenceSession(folder / f"{family}.onnx").run(None, {"images": images.numpy()})
-    assert numpy.abs(given - expected.numpy()).max() <= 1e-4 * expected.abs().max().item(), f"{family}: ONNX"
+    if (file := folder / f"{family}.onnx").exists():
+        (given,) = onnxruntime.InferenceSession(file).run(None, {"images": images.numpy()})
+        assert numpy.abs(given - expected.numpy()).max() <= 1e-4 * expected.abs().max().item(), f"{family}: ONNX"
     print(family)
 assert not any(name.startswith("bitgraft") for name in sys.modules)
 """
@@ -93,7 +94,8 @@ def test_every_form_opens_without_bitgraft_and_gives_the_tasks_scores(environmen
         data = plain.weights_bytes(plain.weights(subject), subject.header())
         (tmp_path / f"{family}.safetensors").write_bytes(data)
         (tmp_path / f"{family}.pt2").write_bytes(plain.program_bytes(subject))
-        (tmp_path / f"{family}.onnx").write_bytes(onnx_file.onnx_bytes(subject))
+        if family in ("resnet", "vit"):  # tests/runtime/test_engines.py has the other families' ONNX graphs
+            (tmp_path / f"{family}.onnx").write_bytes(onnx_file.onnx_bytes(subject))
         images = batch(5, 3, 32, 32, seed=9)
         torch.save((images, run(net, images, task="t")), tmp_path / f"{family}.pt")
     (tmp_path / "families.json").write_text(json.dumps(FAMILIES))

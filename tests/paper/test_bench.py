@@ -394,7 +394,7 @@ def test_the_command(place, capsys, monkeypatch):
     assert Path("runs/mine/head/seed-1/runs/photos/record.json").exists()
     assert json.loads(Path("runs/mine/suite.json").read_text())["rows"] == [{"row": "head", "title": ""}]
     assert run("mine.toml", "--plan")[1].splitlines()[0] == "1 runs are done, 1 are left"
-    assert run("mine.toml", "--rows", "tail")[0] == 1
+    assert run("mine.toml", "--rows", "tail")[0] == run("nosuch")[0] == 2
     assert run("mine.toml", "--seeds", "a")[0] == 2
     assert run()[0] == 2
     assert "decathlon-mini" in run("--list")[1]

@@ -38,8 +38,8 @@ SIMULATED = textwrap.dedent(
         def epoch(self, record): self.note(self.epochs)
         def end(self): pass
 
-    found = {{60: {{}}, 260: {{}}}}
-    for val, method in ((60, "full"), (60, "lora"), (260, "full"), (260, "lora")):
+    found = {{60: {{}}, 130: {{}}}}
+    for val, method in ((60, "full"), (60, "lora"), (130, "full"), (130, "lora")):
         net, noted = network(method), Waits()
         with Sim():
             result = fit(net, "stripes", stripes(80, 1), stripes(val, 2), CONFIG, accelerator=Simulated(cpu=True),

@@ -11,6 +11,7 @@ from typer import Argument, Option
 from bitgraft.cli.app import app, command, count, flag, setting
 from bitgraft.cli.options import AsJson, Pretrained, Root, Suite, Weights, Workers
 from bitgraft.cli.output import FAILURE, console, show, table
+from bitgraft.errors import SuiteError
 
 BASELINE = "The baseline of the score S [the suite's row, or the challenge's]."
 SUBMISSION = "Write the test predictions of one row in the challenge's format."
@@ -78,12 +79,15 @@ def bench(
     from bitgraft.paper.bench import runner
     from bitgraft.paper.bench import suite as suites
 
-    whole = reading.load_suite(suite)
-    if train_on_val:
-        whole = suites.on_all_labels(whole)
-    if backbone is not None or weights is not None or not pretrained:
-        whole = suites.on_backbone(whole, backbone or whole.backbone.name, weights, pretrained)
-    chosen = whole.chosen(_words(rows), _numbers(seeds), _words(datasets))
+    try:
+        whole = reading.load_suite(suite)
+        if train_on_val:
+            whole = suites.on_all_labels(whole)
+        if backbone is not None or weights is not None or not pretrained:
+            whole = suites.on_backbone(whole, backbone or whole.backbone.name, weights, pretrained)
+        chosen = whole.chosen(_words(rows), _numbers(seeds), _words(datasets))
+    except SuiteError as error:
+        raise typer.BadParameter(str(error)) from error
     parts = [whole.name, backbone or "", "train-on-val" if train_on_val else ""]
     folder = runs or Path("runs") / "-".join(filter(None, parts))
     if submission is not None and len(chosen.rows) != 1:
