@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import socket
 import sys
 import threading
 import time
@@ -231,6 +232,14 @@ def test_a_web_server_that_misbehaves(site):
     assert fetch(f"{here}/moved").archive.metadata.name == "flowers"
     with pytest.raises(SharingError, match="took too long"):
         web.download(f"{here}/flowers.safetensors", Path("out"), 1 << 30, deadline=-1.0)
+
+
+def test_a_dead_address_is_named_in_words(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # nobody listens here
+        address = f"http://127.0.0.1:{free.getsockname()[1]}/x"
+        with pytest.raises(SharingError, match=r"/x could not be fetched \(Connection refused\): check the address"):
+            web.download(address, tmp_path / "out", 1 << 30)
 
 
 def test_a_silent_server_is_left(site):

@@ -33,7 +33,8 @@ def download(address: str, target: Path, limit: int, timeout: float = TIMEOUT, d
     except SharingError:
         raise
     except (OSError, http.client.HTTPException, ValueError) as cause:
-        reason = getattr(cause, "reason", None) or str(cause) or type(cause).__name__
+        inner = getattr(cause, "reason", None) or cause
+        reason = getattr(inner, "strerror", None) or str(inner) or type(inner).__name__
         raise SharingError(f"{shown} could not be fetched ({reason}): check the address, or try again") from None
 
 
