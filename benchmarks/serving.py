@@ -88,7 +88,7 @@ def residents(folder: Path, rounds: int, counts: tuple[int, ...] = (1, 10, 100, 
         turn = iter(range(10**9))
         yield compare(
             f"switch-{count}",
-            f"switch with {count} tasks resident",
+            f"switch with {count} task{'s' if count > 1 else ''} resident",
             "switch with one",
             1.05,
             timed(lambda: weights_of(tasks[next(turn) * 37 % count])),  # noqa: B023

@@ -4,6 +4,7 @@ Tables are between `<!-- bench:rows -->` or `<!-- bench:NAME -->` (NAME is a gro
 """
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ def growth(table: list[dict[str, Any]]) -> str:
 def _shown(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
+    if math.isnan(value):
+        return ""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 

@@ -115,7 +115,7 @@ def save(archive: Archive, path: str | Path, *, coded: bool = False) -> None:
 
 def _check_finite(task: str, tensors: Mapping[str, Tensor]) -> None:
     for key, tensor in tensors.items():
-        if not tensor.is_meta and not tensor.isfinite().all():
+        if tensor.is_floating_point() and not tensor.is_meta and not tensor.isfinite().all():
             raise TaskError(
                 f"task {task!r} is not saved: {key!r} has a NaN or an infinite value; "
                 "train it again, at lower rates if it diverged"
