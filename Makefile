@@ -13,7 +13,7 @@ demo: $(DEMO)
 	$(BIN)/bitgraft demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -61,7 +61,7 @@ def saved_bytes(net: Network, path: Path) -> bytes:
     return path.read_bytes()
 
 
-SHORT = QUICK.changed(epochs=2, batch=16, warmup=0.5)
+SHORT = QUICK.changed(epochs=2, batch=16, warmup=0.5, keep="last")
 PROPORTIONATE = SHORT.changed(  # SGD: Adam normalises gradients, which amplifies the rounding of tiny ones
     optimizers=dict.fromkeys(QUICK.optimizers, "sgd"),
     rates={"scores": 3e-3, "k": 3e-3, "k1": 3e-3, "norms": 3e-3, "weights": 3e-3, "head": 3e-3},

@@ -54,7 +54,7 @@ def initialize(
             observed = _merged(shards_observed)
             if observed.labels and objective.loss is None and observed.labels[0].dim() == 1:
                 check_several_classes(task, torch.cat(observed.labels).tolist())
-            fit_head(net, name, observed, device)
+            fit_head(net, name, observed, device, config.label_smoothing)
         means = from_main(observed.means, accelerator)
         task.correct_mean_shift({weight: mean.to(device) for weight, mean in means.items()})
     broadcast_from_main(task, accelerator)
@@ -152,8 +152,8 @@ def _merged(shards: list[Observed]) -> Observed:
     return merged
 
 
-def fit_head(net: Network, name: str, observed: Observed, device: torch.device) -> None:
-    """Fit a linear head on all cached features by cross entropy."""
+def fit_head(net: Network, name: str, observed: Observed, device: torch.device, smoothing: float) -> None:
+    """Fit a linear head on all cached features by the cross entropy of training."""
     if not observed.features:
         return
     features, labels = torch.cat(observed.features), torch.cat(observed.labels)
@@ -161,7 +161,7 @@ def fit_head(net: Network, name: str, observed: Observed, device: torch.device) 
     if features.dim() == 2:
         weight, bias = _head_parameters(net, name)
         device = device if features.nbytes <= ON_DEVICE else features.device
-        _minimise(features.to(device).float(), labels.to(device), weight, bias)
+        _minimise(features.to(device).float(), labels.to(device), smoothing, weight, bias)
 
 
 def _head_parameters(net: Network, name: str) -> tuple[nn.Parameter, nn.Parameter | None]:
@@ -176,11 +176,14 @@ def _is_pixel(features: Tensor) -> bool:
     return features.dim() > 2 and features[0, 0].numel() == 1
 
 
-def _minimise(features: Tensor, labels: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+def _minimise(
+    features: Tensor, labels: Tensor, smoothing: float, weight: nn.Parameter, bias: nn.Parameter | None
+) -> None:
     """Adam on centred and scaled features; centre and scale are then folded into the head.
 
     All features have one scale: divided by its own deviation, a feature that is almost always 0 on this data would get
-    a huge weight, and training would diverge once that feature moves.
+    a huge weight, and training would diverge once that feature moves. The loss is that of training: without its label
+    smoothing, the logits would be too large, and the first steps would be wild.
     """
     mean, scale = features.mean(0), features.var(0, correction=0).mean().sqrt().clamp(min=1e-4)
     inputs = (features - mean) / scale
@@ -191,7 +194,7 @@ def _minimise(features: Tensor, labels: Tensor, weight: nn.Parameter, bias: nn.P
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 * (1 - step / STEPS)
         optimizer.zero_grad()
-        loss = F.cross_entropy(F.linear(inputs, w, b), labels) + DECAY * w.square().sum()
+        loss = F.cross_entropy(F.linear(inputs, w, b), labels, label_smoothing=smoothing) + DECAY * w.square().sum()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     with torch.no_grad():
