@@ -3,7 +3,6 @@
 import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from bitgraft.backbone.weight_files import write_weights
 from bitgraft.errors import TaskError, UnknownTaskError
 from bitgraft.format import archive, dependencies
 from bitgraft.runtime import grouping
-from bitgraft.runtime.eager import eager
+from bitgraft.runtime.eager import eager, eager_frame
 from bitgraft.runtime.fingerprint import Fingerprint
 from bitgraft.runtime.identify import decision
 from bitgraft.runtime.module_cache import ModuleCache, SpareModule
@@ -53,8 +52,7 @@ class Network(nn.Module):
         super().__init__()
         self.anatomy = read_anatomy(backbone, **anatomy_options)
         self._options = {"original": original, "active": active, "memory": memory, **anatomy_options}
-        self.backbone, self.original = backbone, check_name(original)
-        self.active, self.memory = active, memory
+        self.backbone, self.original, self.active, self.memory = backbone, check_name(original), active, memory
         self._tasks = nn.ModuleDict()
         self._original = plain_task(self.anatomy, original, "keep")
         self.joint = False  # True while the weights that tasks share may be trained (`joint_copy`)
@@ -199,7 +197,7 @@ class Network(nn.Module):
             return self.ready(task)(*inputs, **named)
         return self._forward_mixed(list(task), inputs, named)
 
-    @partial(eager, recursive=False)
+    @eager_frame
     def _forward_mixed(self, tasks: list[str], inputs: Sequence[Any], named: Mapping[str, Any]) -> list[Tensor]:
         groups, outputs = grouping.by_task(tasks, inputs, named), []
         with self._module_cache.spare.lend() as spare:

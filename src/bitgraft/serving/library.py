@@ -55,9 +55,6 @@ class Entry:
     def role(self) -> str:
         return "stable" if self.share is None else "canary"
 
-    def __str__(self) -> str:
-        return self.name
-
 
 class Library:
     """The store's tasks, loaded. `tasks` and `canaries` are replaced, never modified, so readers need no lock."""
