@@ -55,6 +55,10 @@ class Entry:
     def role(self) -> str:
         return "stable" if self.share is None else "canary"
 
+    def __str__(self) -> str:
+        """Return the name, for messages that only have the entry, such as the scheduler's."""
+        return self.name
+
 
 class Library:
     """The store's tasks, loaded. `tasks` and `canaries` are replaced, never modified, so readers need no lock."""
