@@ -12,7 +12,7 @@ from launching import TORCHRUN, launched
 
 TESTS = str(Path(__file__).parents[1])
 HEAD = f"""
-import sys, torch
+import sys, time, torch
 from pathlib import Path
 sys.path.insert(0, {TESTS!r})
 torch.set_num_threads(1)
@@ -20,7 +20,7 @@ from torch import nn
 from accelerate import Accelerator
 from stripes import PROPORTIONATE, SHORT, Network, backbone, network, stop_after, stripes, without_dropout
 from bitgraft import fit
-from bitgraft.training.evaluation import evaluate
+from bitgraft.training import checkpoint
 from bitgraft.errors import StoppedError
 accelerator = Accelerator(cpu=True)
 rank, world, main = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
@@ -142,10 +142,16 @@ config = SHORT.changed(statistics="batch", keep="best")
 data = stripes(49, 1), stripes(9, 2)
 whole = network()
 history = fit(whole, "stripes", *data, config, accelerator=accelerator).history
+write = checkpoint.write_atomically
+def write_late(*args):
+    time.sleep(1)
+    write(*args)
+checkpoint.write_atomically = write_late  # no process goes on before it is written
 try:
     fit(network(), "stripes", *data, config, accelerator=accelerator, folder=".", stop=stop_after(2))
 except StoppedError:
     found["stopped"] = True
+checkpoint.write_atomically = write
 again = network()
 torch.manual_seed(99)
 found["history"] = fit(again, "stripes", *data, config, accelerator=accelerator, folder=".", resume=True).history

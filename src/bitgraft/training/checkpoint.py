@@ -74,7 +74,7 @@ class State:
 
 
 def save(path: Path, config: Config, state: State, learner: Learner, accelerator: Accelerator) -> None:
-    """Call it in all processes; the main one writes."""
+    """Call it in all processes: the main one writes, and all go on once it has."""
     own = random_state(accelerator.device) | {"sums": state.sums.cpu()}
     held = {
         "config": asdict(config),
@@ -90,6 +90,7 @@ def save(path: Path, config: Config, state: State, learner: Learner, accelerator
         buffer = io.BytesIO()
         torch.save(held, buffer)
         write_atomically(path, buffer.getbuffer())
+    accelerator.wait_for_everyone()
 
 
 def load(path: Path, config: Config, learner: Learner, accelerator: Accelerator) -> State:
