@@ -176,12 +176,14 @@ def test_bad_options_are_one_line_errors(tmp_path, capsys, monkeypatch):
     assert (code, err.count("\n"), "there is no store" in err) == (1, 1, True)
     code, _, err = bitgraft(capsys, monkeypatch, "serve", "--memory-budget", "much")
     assert (code, "--memory-budget much: give a size" in err) == (2, True)
+    code, _, err = bitgraft(capsys, monkeypatch, "serve", "--device", "nonsense")
+    assert (code, err.count("\n"), "--device nonsense does not work here: Expected" in err) == (2, 1, True)
     code, _, err = bitgraft(capsys, monkeypatch, "serve", "--api-key-file", str(tmp_path / "none"))
     assert (code, err.endswith("none: No such file or directory\n")) == (1, True)
 
 
 def test_a_missing_device_and_a_taken_port_are_reported_before_workers_start(place):
-    with pytest.raises(ServingError, match=r"^--device nonsense does not work here: Expected one of cpu, cuda"):
+    with pytest.raises(ServingError, match=r"^device nonsense does not work here: Expected one of cpu, cuda"):
         check_device("nonsense")
     check_device("meta")
     with socket.create_server(("127.0.0.1", 0)) as taken:

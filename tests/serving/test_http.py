@@ -228,6 +228,7 @@ def test_a_full_queue_leaves_room_for_other_tasks(place):
         until(lambda: "bitgraft_waiting_images 1.0" in service.http.get("/metrics").text, "it was not queued")
         crowded = service.predict("birds", picture())
         assert crowded.status_code == 429
+        assert crowded.json()["error"] == "the queue of task 'birds' is full (1 waiting, at most 1): try again later"
         assert int(crowded.headers["retry-after"]) >= 1
         second = clients.submit(service.answers, "cars", picture())
         until(lambda: "bitgraft_waiting_images 2.0" in service.http.get("/metrics").text, "it was not queued")

@@ -60,6 +60,7 @@ def serve(
         if ray:
             from bitgraft.serving.ray_app import serve as run
         else:
+            from bitgraft.serving.supervisor import check_device
             from bitgraft.serving.supervisor import serve as run
         if otlp:
             extra = "otel"
@@ -72,6 +73,8 @@ def serve(
     }
     try:
         settings = Settings(**{**context.params, "pin": pin or ()}, **keys)  # the options have the settings' names
+        if device != "cpu" and not ray:
+            check_device(device)
     except ServingError as error:
         name, _, problem = str(error).partition(" ")
         raise typer.BadParameter(f"--{name.replace('_', '-')} {problem}") from error

@@ -59,13 +59,13 @@ class Scheduler:
         items = {task: [_Item(value) for value in of_task] for task, of_task in values.items()}
         with self._changed:
             if self.waiting + sum(map(len, items.values())) > self._total:
-                message = f"{self.waiting} images are already waiting: try again later"
+                message = f"the queue is full ({self.waiting} waiting, at most {self._total}): try again later"
                 raise HttpError(503, message, self.waiting * self._seconds_per_item)
             for task, new in items.items():
                 queued = len(self._queues.get(task, ()))
                 if queued + len(new) > self._queue:
-                    message = f"{queued} images are already waiting for task '{task}': try again later"
-                    raise HttpError(429, message, queued * self._seconds_per_item)
+                    full = f"the queue of task '{task}' is full ({queued} waiting, at most {self._queue})"
+                    raise HttpError(429, f"{full}: try again later", queued * self._seconds_per_item)
             for task, new in items.items():
                 self._queues.setdefault(task, deque()).extend(new)
                 self.waiting += len(new)

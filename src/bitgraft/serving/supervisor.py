@@ -44,8 +44,6 @@ def serve(settings: Settings) -> int:
     set_up_logging(settings.log_format)
     torch.set_num_threads(1)  # a process that has used several threads cannot be forked
     library = open_library(settings)
-    if settings.device != "cpu":
-        check_device(settings.device)
     listener = listen(settings)
     if settings.use_sessions:
         prepare_graphs(settings, library)
@@ -80,7 +78,7 @@ def check_device(device: str) -> None:
     """Raise if the device does not work. A child tries it: a process that has used a GPU cannot be forked."""
     reason = _failure_in_child(lambda: torch.empty(1, device=device), RuntimeError, AssertionError, NotImplementedError)
     if reason is not None:
-        raise ServingError(f"--device {device} does not work here: {reason.partition(chr(10))[0].rstrip('.')}")
+        raise ServingError(f"device {device} does not work here: {reason.partition(chr(10))[0].rstrip('.')}")
 
 
 def _failure_in_child(step: Callable[[], Any], *expected: type[Exception]) -> str | None:
