@@ -27,6 +27,15 @@ def test_packing_uses_numpys_little_bit_order_and_is_invertible(shape, seed):
     assert bits.ones(packed) == int(mask.numpy().sum())
 
 
+@settings(deadline=None)
+@given(SHAPES, st.sampled_from([0.0, 3e38, torch.inf, -torch.inf, torch.nan]), st.integers(0, 2**32))
+def test_is_finite_equals_isfinite_for_every_value_and_place(shape, odd, seed):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    if values.numel():
+        values.view(-1)[seed % values.numel()] = odd
+    assert bool(bits.is_finite(values)) == bool(values.isfinite().all())
+
+
 def test_the_lowest_bit_comes_first_and_the_padding_is_zero():
     mask = torch.tensor([[True, False, False], [False, False, False], [False, False, True], [True, False, False]])
     assert bits.pack(mask).tolist() == [0b00000001, 0b00000011]

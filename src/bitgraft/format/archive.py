@@ -19,7 +19,7 @@ from bitgraft.format.description import Description
 from bitgraft.format.header import CODED, HEAD
 from bitgraft.format.metadata import HeadLayer, Metadata, Shapes, read_metadata, write_metadata
 from bitgraft.task import Task
-from bitgraft.transforms.bits import packed_size
+from bitgraft.transforms.bits import is_finite, packed_size
 from bitgraft.transforms.levels import Levels
 
 PACKED = {"mask", "free"}  # parts with one bit per weight
@@ -115,7 +115,7 @@ def save(archive: Archive, path: str | Path, *, coded: bool = False) -> None:
 
 def _check_finite(task: str, tensors: Mapping[str, Tensor]) -> None:
     for key, tensor in tensors.items():
-        if tensor.is_floating_point() and not tensor.is_meta and not tensor.isfinite().all():
+        if tensor.is_floating_point() and not tensor.is_meta and not is_finite(tensor):
             raise TaskError(
                 f"task {task!r} is not saved: {key!r} has a NaN or an infinite value; "
                 "train it again, at lower rates if it diverged"

@@ -20,6 +20,7 @@ from bitgraft.training.batches import call_model, take_rows, to_device
 from bitgraft.training.joint import SHARED, Shared, shared_weights
 from bitgraft.training.loader import InterleavedLoader, StepBatch
 from bitgraft.training.processes import gathered, random_state, set_random_state
+from bitgraft.transforms.bits import is_finite
 
 Loss = Callable[[Any, Any], Tensor] | Literal["model"]
 """(output, targets) -> the mean loss of a batch; "model" if the network computes it."""
@@ -63,7 +64,7 @@ class Learner(nn.Module):
     def is_finite(self) -> bool:
         held = [tensor for part in self.parts.values() for tensor in part.state_dict().values()]
         floats = [tensor for tensor in held if isinstance(tensor, Tensor) and tensor.is_floating_point()]
-        return bool(torch.stack([tensor.isfinite().all() for tensor in floats]).all())
+        return bool(torch.stack([is_finite(tensor) for tensor in floats]).all())
 
     def release(self) -> None:
         """Undo what training set on the tasks, and freeze the backbone again."""

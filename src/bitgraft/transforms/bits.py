@@ -1,4 +1,4 @@
-"""Binary masks: the hard threshold, its surrogate gradient, and bit packing."""
+"""Binary masks: the hard threshold, its surrogate gradient, bit packing, and a check of the scores."""
 
 from typing import Literal
 
@@ -13,6 +13,12 @@ Surrogate = Literal["identity", "sigmoid"]
 def threshold(scores: Tensor, at: float) -> Tensor:
     """M = h(R) = 1[R >= at], as a bool tensor."""
     return scores.detach() >= at
+
+
+def is_finite(values: Tensor) -> Tensor:
+    """`values.isfinite().all()` in one pass without copies: a NaN anywhere becomes the minimum and the maximum."""
+    ends = values.aminmax() if values.numel() else (values,)
+    return torch.stack(ends).isfinite().all()
 
 
 def surrogate_grad(grad: Tensor, scores: Tensor, at: float, surrogate: Surrogate) -> Tensor:

@@ -1,6 +1,4 @@
-"""Faster training on a CPU. BITGRAFT_KERNELS=off switches it off.
-
-Other folders import only `fast_convolutions` and `set_channels_last`, never a module of this folder.
+"""Faster training on a CPU, unless BITGRAFT_KERNELS=off. Other folders import only the two functions below.
 
 May import: task, transforms, errors.
 """
