@@ -105,7 +105,7 @@ def test_turns_run_concurrently_and_divide_the_queue():
 def test_full_queues_refuse_whole_requests_with_a_retry_time():
     scheduler = recording([], batch=4, queue=4, total=6)
     submit(scheduler, "a", range(3))
-    with pytest.raises(HttpError, match="waiting for task 'a'") as crowded:
+    with pytest.raises(HttpError, match=r"queue of task 'a' is full \(3 waiting, at most 4\)") as crowded:
         submit(scheduler, "a", range(2))
     assert (crowded.value.status, scheduler.waiting) == (429, 3)
     submit(scheduler, "b", range(3))
@@ -126,7 +126,7 @@ def test_values_of_several_tasks_are_queued_together_or_not_at_all():
     turns: list = []
     scheduler = recording(turns, batch=4, queue=2, total=9)
     accepted = submit(scheduler, "b", [1, 2])
-    with pytest.raises(HttpError, match="waiting for task 'b'"):
+    with pytest.raises(HttpError, match="queue of task 'b' is full"):
         scheduler.submit({"a": [3], "b": [4]})
     assert scheduler.waiting == 2
     scheduler.start()
