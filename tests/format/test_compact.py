@@ -118,6 +118,20 @@ def test_a_scale_beyond_half_precision_is_kept(tmp_path: Path) -> None:
     assert torch.equal(network_of(tmp_path / "t")(IMAGES, task="t"), rounded)
 
 
+@pytest.mark.parametrize(("value", "dtype"), [(0.1, "F16"), (1e5, "F32")])
+def test_factors_of_lora_are_stored_in_half_precision_where_they_fit(value: float, dtype: str, tmp_path: Path) -> None:
+    net = network("lora", rank=2)
+    with torch.no_grad():
+        net.tasks["t"].transforms["0.weight"].a[0, 0] = value
+    net.save_task("t", tmp_path / "whole")
+    bitgraft.compact(net.tasks["t"])
+    net.save_task("t", tmp_path / "t")
+    header = Draft((tmp_path / "t").read_bytes()).header()
+    assert [header[f"0.weight:{part}"]["dtype"] for part in "ab"] == [dtype, "F16"]
+    assert torch.equal(network_of(tmp_path / "t")(IMAGES, task="t"), net(IMAGES, task="t"))
+    assert Draft((tmp_path / "whole").read_bytes()).header()["0.weight:a"]["dtype"] == "F32"
+
+
 def network_of(path: Path) -> bitgraft.Network:
     net = bitgraft.Network(backbone(), example=(2, 3, 8, 8))
     net.load_task(path)

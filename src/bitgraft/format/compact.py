@@ -1,8 +1,8 @@
 """The small tensors of a task in format 2: concatenated, and in as few bits as their values need.
 
 Packing is lossless. A row of k takes 8 bits per value if it is on a grid of 256 steps; a batch norm takes two
-half-precision vectors if its statistics are trivial. `bitgraft.compact` rounds a task to such values. Other tensors
-keep their own keys.
+half-precision vectors if its statistics are trivial; LoRA's factors are in half precision if their values are.
+`bitgraft.compact` rounds a task to such values. Other tensors keep their own keys.
 """
 
 import math
@@ -21,6 +21,7 @@ from bitgraft.format.metadata import Shapes
 from bitgraft.transforms.bits import packed_size
 
 NORM_PARTS = ("weight", "bias", "running_mean", "running_var")
+FACTORS = (":a", ":b")  # the ends of the keys of LoRA's factors
 
 
 def pack(tensors: Mapping[str, Tensor], shapes: Shapes) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -39,12 +40,13 @@ def pack(tensors: Mapping[str, Tensor], shapes: Shapes) -> tuple[dict[str, Tenso
     if norms:
         parts = [[left.pop(f"{layer}.{part}") for part in NORM_PARTS] for layer in norms]
         packed[NORMS] = torch.cat([tensor for weight, bias, _, _ in parts for tensor in (weight, bias)]).half()
-    return packed | left, {"channels": channels, "norms": norms}
+    halves = {key: tensor.half() for key, tensor in left.items() if key.endswith(FACTORS) and _is_half(tensor)}
+    return packed | left | halves, {"channels": channels, "norms": norms}
 
 
 def unpack(tensors: Mapping[str, Tensor], about: Mapping[str, Any], shapes: Shapes, source: str) -> dict[str, Tensor]:
     """Invert `pack`. Any fault is a `CorruptError`."""
-    left = dict(tensors)
+    left = {key: t.float() if key.endswith(FACTORS) and t.dtype == torch.float16 else t for key, t in tensors.items()}
     try:
         found = dict(_unpack(left, about["channels"], about["norms"], shapes))
         if set(found) & set(left) or any(key.startswith(":") for key in left):
@@ -119,7 +121,11 @@ def _is_folded(parts: list[Tensor | None]) -> bool:
     if len(held) < 4 or len({tensor.shape for tensor in held}) > 1 or held[0].dim() != 1 or not len(held[0]):
         return False
     trivial = not held[2].any() and bool((held[3] == 1).all())
-    return trivial and all(torch.equal(tensor.half().float(), tensor) for tensor in held[:2])
+    return trivial and all(map(_is_half, held[:2]))
+
+
+def _is_half(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and torch.equal(tensor.half().float(), tensor)
 
 
 def _unpack(left: dict[str, Tensor], channels: Any, norms: Any, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:

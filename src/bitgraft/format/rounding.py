@@ -1,4 +1,4 @@
-"""Round a task for a small file: k to 8 bits and norm layers to half precision, or everything to levels."""
+"""Round a task for a small file: k to 8 bits, norm layers and LoRA's factors to half precision, or all to levels."""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +15,9 @@ from bitgraft.format.compact import NORM_PARTS
 from bitgraft.format.header import HEAD
 from bitgraft.methods import registry
 from bitgraft.task import Task
+from bitgraft.transforms.bits import is_finite
 from bitgraft.transforms.levels import MAX_LEVEL, Levels
+from bitgraft.transforms.low_rank import LowRank
 from bitgraft.transforms.masked import Masked
 
 STEPS = 255
@@ -29,10 +31,10 @@ Parts = dict[str, dict[str, Tensor]]
 def compact(task: Task) -> Task:
     """Freeze a task and round it, so that its file is small. Evaluate it afterwards, not before.
 
-    Each row of k is rounded to 256 equal steps. A batch norm with its own statistics becomes a scale and a shift, with
-    mean 0 and variance 1; to train a task further, save it without this. For a task with `bits`, the quantization cells
-    are chosen to give that file size, and norm layers are stored as integer steps from the backbone's. Saving and
-    loading do not round again.
+    Each row of k is rounded to 256 equal steps, LoRA's factors to half precision. A batch norm with its own statistics
+    becomes a scale and a shift, with mean 0 and variance 1; to train a task further, save it without this. For a task
+    with `bits`, the quantization cells are chosen to give that file size, and norm layers are stored as integer steps
+    from the backbone's. Saving and loading do not round again.
     """
     if task.learned_levels():
         fit_to_bits(task)
@@ -47,6 +49,10 @@ def compact(task: Task) -> Task:
         for module in task.modules():
             if isinstance(module, Masked) and module.rule.per_channel:
                 module.constants = torch.stack([round_to_grid(row) for row in module.constants])
+            elif isinstance(module, LowRank):
+                for factor in (module.a, module.b):
+                    if is_finite(rounded := factor.half()):
+                        factor.copy_(rounded)
         for layer in task.anatomy.norms:
             _fold(task, layer)
     task.revision += 1
@@ -145,7 +151,7 @@ def _fold(task: Task, layer: str) -> None:
     scale = weight * ((1 + norm.eps) / (var + norm.eps)).sqrt()
     shift = bias - mean * weight / (var + norm.eps).sqrt()
     rounded = [value.half() for value in (scale, shift)]
-    if not all(torch.isfinite(value).all() for value in rounded):
+    if not all(map(is_finite, rounded)):
         return  # beyond half precision
     for name, value in zip(names, (*rounded, torch.zeros_like(mean), torch.ones_like(var)), strict=True):
         owned[name].copy_(value)
