@@ -18,6 +18,7 @@ from bitgraft.network import Network
 from bitgraft.runtime.heads import class_names
 from bitgraft.store import SUFFIX, Store
 from bitgraft.task import Task
+from bitgraft.transforms.bits import is_finite
 
 Finetuned = Task | nn.Module | Mapping[str, Tensor] | str | Path
 """A task of the network, a module of the backbone's class or its state dict; or a file of plain weights, a task file,
@@ -124,7 +125,7 @@ def _check(net: Network, task: Task, classes: Classes | None, source: str) -> Ta
         raise TaskError(f"{source} does not belong to this network: load it there first")
     if any(transform.tail is not None for transform in task.transforms.values()):
         raise TaskError(f"{source} cannot be compressed: its method {task.metadata.method!r} adds layers")
-    odd = [name for name, tensor in values(task).items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+    odd = [name for name, tensor in values(task).items() if tensor.is_floating_point() and not is_finite(tensor)]
     if odd:
         raise BackboneError(
             f"{source} has values that are not finite in {len(odd)} tensors, first {odd[0]!r}: train it again"

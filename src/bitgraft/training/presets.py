@@ -82,7 +82,6 @@ _RATES: Mapping[str, Mapping[str, Any]] = {
     "adapters-parallel": {"rates": {"weights": 1e-4}},
     "adapters-joint": {"rates": {"weights": 1e-4}},
     "classifier": {},
-    "lora": {},
 }
 _MASKS: Mapping[str, Any] = {"rates": {"scores": 4e-3, "k": 3e-3}, "eps": 2e-3, "anneal_masks": 0.6}
 _CORRECTED: Mapping[str, Mapping[str, Any]] = {
