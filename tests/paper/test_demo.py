@@ -39,7 +39,7 @@ def done(tmp_path_factory):
         patch.setattr(demo, "DATA", {"colours": "photos", "hues": "photos"})
         patch.setattr(demo, "ABOUT", {"colours": "squares", "hues": "squares <again>"})
         patch.setattr(demo, "METHODS", METHODS)
-        patch.setattr(demo, "MOST", 12)
+        patch.setattr(demo, "MOST", dict.fromkeys(METHODS, 12))
         patch.setattr(demo, "CONFIG", demo.CONFIG.changed(epochs=4, size=16, resize=18, batch=4))
         patch.setattr(demo, "WINDOW", 2)
         patch.setattr(demo, "write", lambda found, path: kept.append(found) or demo_page.write(found, path))
