@@ -2,7 +2,7 @@
 
 RECORDS are run folders of `bitgraft bench` or records.jsonl files. Bits per weight are the size of the task file
 without its head, divided by the number of weights that `full` masks. A row is plotted once it has results on every
-domain; its error bar is the standard deviation over seeds. Writes the figure and its points as JSON, and prints them.
+domain, unless it is a trial of other settings (a comma in its title: "Fine-tuning, 1e-3"); its error bar is the standard deviation over seeds. Writes the figure and its points as JSON, and prints them.
 
 Records written before they held bits per weight take them from the task file in the run folder, else from the points of
 the last figure.
@@ -35,6 +35,8 @@ def read(sources: list[Path], earlier: list[dict[str, Any]]) -> Runs:
     found: Runs = defaultdict(lambda: defaultdict(dict))
     for record in (record for source in sources for record in read_records(source)):
         row = record.backbone, record.title or record.row
+        if "," in row[1]:
+            continue
         bits = record.bits_per_weight if record.bits_per_weight is not None else _file_bits(record)
         if record.selected.test_accuracy is not None:
             accuracy = 100 * record.selected.test_accuracy

@@ -43,6 +43,12 @@ def test_older_records_take_the_bits_of_the_last_figure(tmp_path, capsys):
     assert point["bits"] == pytest.approx(1.87)
 
 
+def test_trials_of_other_settings_are_not_plotted(tmp_path):
+    runs = [*run("full", bits_per_weight=1.25), *run("full-2", bits_per_weight=1.25, title="Full, 4e-3")]
+    (point,) = curve.points(curve.read([lines(tmp_path / "records.jsonl", runs)], []))
+    assert point["row"] == "Full"
+
+
 def test_the_command_writes_the_figure_and_the_points(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     lines(tmp_path / "records.jsonl", run("full", bits_per_weight=1.25) + run("classifier", bits_per_weight=0.0))

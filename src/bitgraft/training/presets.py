@@ -89,7 +89,7 @@ _CORRECTED: Mapping[str, Mapping[str, Any]] = {
     "full": _MASKS,
     "simple": _MASKS,
     "piggyback-bn": {"rates": {"scores": 5e-4}},
-    "lora": {"rates": {"weights": 1e-2}, "eps": 2e-3},
+    "lora": {"rates": {"weights": 1e-2}, "eps": 1e-4},
 }
 BY_METHOD: Mapping[tuple[str, str], Mapping[str, Any]] = {
     **{("quick-uncorrected", method): given for method, given in _RATES.items()},
