@@ -2,8 +2,8 @@
 
 RECORDS are run folders of `bitgraft bench` or records.jsonl files. Bits per weight are the size of the task file
 without its head, divided by the number of weights that `full` masks. A row is plotted once it has results on every
-domain, unless it is a trial of other settings (a comma in its title: "Fine-tuning, 1e-3"); its error bar is the standard
-deviation over seeds. Writes the figure and its points as JSON, and prints them.
+domain, unless it is a trial of other settings (a comma in its title: "Fine-tuning, 1e-3"); its error bar is the
+standard deviation over seeds. Writes the figure and its points as JSON, and prints them.
 
 Records written before they held bits per weight take them from the task file in the run folder, else from the points of
 the last figure.
