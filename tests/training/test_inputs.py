@@ -75,7 +75,7 @@ def test_a_folder_names_the_classes_and_is_validated_on(folder):
 @pytest.mark.filterwarnings("ignore::bitgraft.errors.DataWarning")  # few images are held out
 def test_the_seed_of_training_finds_the_held_out_images_again(folder):
     shutil.rmtree(folder / "val")
-    config = CONFIG.changed(seed=3, keep="last", label_smoothing=0.0)
+    config = CONFIG.changed(seed=3, keep="last", label_smoothing=0.1, class_weights=(1.0, 2.0, 3.0))
     net = colours()
     last = fit(net, "colours", folder, None, config, progress=False).history[-1]
     again = evaluate(net, "colours", folder, split="val", seed=3)

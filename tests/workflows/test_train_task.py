@@ -45,13 +45,22 @@ def test_the_global_seed_does_not_change_the_task(place):
     assert files[0] == files[1]
 
 
-def test_the_image_size_is_the_backbones_by_deerror(place):
+def test_the_image_size_is_the_backbones_by_default(place):
     from bitgraft.workflows.train_task import preprocessing_for
 
     _, net = open_store("store", Backbone("test_resnet", pretrained=False))
     assert preprocessing_for(net, QUICK).size == (160, 160)
     assert preprocessing_for(net, QUICK.changed(resize=200)).resize == 200
     assert preprocessing_for(net, QUICK.changed(size=32, resize=40)).size == (32, 32)
+
+
+def test_one_image_per_class_is_trained_and_saved_without_a_description(place):
+    for image in (place / "photos/train").glob("*/*"):
+        if image.stem != "0":
+            image.unlink()
+    store, net = open_store("store", Backbone(NET))
+    train(store, net, Request("photos", "a", "full", CONFIG))
+    assert store.archive("a").description is None
 
 
 def test_skipped_files_are_listed(place):

@@ -30,8 +30,8 @@ def measure(
         inputs, targets = to_device(batch, device)
         with accelerator.autocast():
             output = call_model(partial(net, task=name), inputs, objective.forward_targets(targets))
-        loss, correct = objective(name, output, targets), objective.num_correct(output, targets)
-        sums[:2] += torch.stack([loss.float(), correct.float()])
+        loss = objective(name, output, targets, evaluating=True)
+        sums[:2] += torch.stack([loss.float(), objective.num_correct(output, targets).float()])
         sums[2] += batch_size(inputs)
     task.train(was_training)
     total, correct, images = accelerator.reduce(sums, "sum").tolist()

@@ -103,12 +103,14 @@ class Objective:
         """The targets if the network's forward takes them, otherwise None."""
         return targets if self.loss == "model" else None
 
-    def __call__(self, task: str, output: Any, target: Any) -> Tensor:
+    def __call__(self, task: str, output: Any, target: Any, *, evaluating: bool = False) -> Tensor:
+        """The loss of training; or without label smoothing and class weights, to compare runs that differ in these."""
         if self.loss is not None:
             return (model_loss(output) if self.loss == "model" else self.loss(output, target)) * len(target)
-        scores, weights = self._as_logits[task](logits(output)), self.class_weights[task]
+        scores = self._as_logits[task](logits(output))
+        weights, smoothing = (None, 0.0) if evaluating else (self.class_weights[task], self.label_smoothing)
         reduction = "sum" if target.dim() == 1 else "mean"  # labels per pixel or word: a mean over the batch's
-        loss = F.cross_entropy(scores, target, weights, label_smoothing=self.label_smoothing, reduction=reduction)
+        loss = F.cross_entropy(scores, target, weights, label_smoothing=smoothing, reduction=reduction)
         return loss if reduction == "sum" else loss * len(target)
 
     def num_correct(self, output: Any, target: Any) -> Tensor:

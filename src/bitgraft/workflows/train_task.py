@@ -57,7 +57,7 @@ class Request:
     compact: bool = True
     """Round k and norm layers for a smaller file; not for a task whose norm layers will be trained further."""
     describe: bool = True
-    """Store a description of the images, which identifies the task of an image."""
+    """Store a description of the images, which identifies the task of an image; it needs more images than classes."""
 
     @property
     def earlier(self) -> tuple[str, ...]:
@@ -176,7 +176,7 @@ def train(
         finish(net, request, data)
         test = task.metrics.get("test")
         if accelerator.is_main_process:
-            if request.describe:
+            if request.describe and len(data.splits.train) > len(data.splits.classes):
                 describe(net, request.task, data.splits, workers=request.workers)
             net.save_task(request.task, path)
             runs.done(folder)
