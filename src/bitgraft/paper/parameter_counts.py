@@ -5,7 +5,8 @@ Everything is counted on the meta device, where tensors have shapes but no memor
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +14,15 @@ from torch import Tensor
 from bitgraft.backbone.anatomy import Anatomy, unknown_head
 from bitgraft.backbone.layers import COUNTER
 from bitgraft.backbone.loading import read_backbone
+from bitgraft.format.compact import NORM_PARTS
 from bitgraft.format.metadata import Metadata
 from bitgraft.methods import packnet, registry
+from bitgraft.methods.preset_options import preset_options
 from bitgraft.paper.report.results import published
 from bitgraft.task import Task
 from bitgraft.transforms.bits import packed_size
+from bitgraft.transforms.low_rank import LowRank
+from bitgraft.transforms.masked import Masked
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Row:
     bits: float
     """Mean size of an added task as the paper counts it, without classifier and running statistics."""
     file_bytes: float
-    """Mean size of its file without the classifier, with running statistics and header."""
+    """Mean size of its file as `bitgraft train` writes it, without the classifier."""
     relative: float
     """1 + bits · (tasks - 1) / (32 N), where N is the number of backbone parameters without the classifier."""
     relative_files: float
@@ -100,15 +105,38 @@ def file_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def _cost(anatomy: Anatomy, method: registry.Method) -> tuple[int, int]:
-    """Return the bits and the file size of one task without a head, as `bitgraft.format.archive` would write it."""
-    transforms = registry.transforms(method, anatomy, method.options, None)
-    owned = registry.owned(method, anatomy, method.options)
-    task = Task(Metadata(method.name, method.name, {}, "keep"), anatomy, transforms, owned, None)
-    held = dict(task.owned)
+    """Return the bits of one task without a head as the paper counts them, and the size of its file."""
+    trained = replace(method.options, **preset_options("default", method.name))
+    return _task(anatomy, method, method.options).bits(statistics=False), _compact_bytes(method, anatomy, trained)
+
+
+def _task(anatomy: Anatomy, method: registry.Method, options: Any) -> Task:
+    transforms, owned = registry.transforms(method, anatomy, options, None), registry.owned(method, anatomy, options)
+    return Task(Metadata(method.name, method.name, {}, "keep"), anatomy, transforms, owned, None)
+
+
+def _compact_bytes(method: registry.Method, anatomy: Anatomy, options: Any) -> int:
+    """Return the size of a compact task's file without a head (docs/format.md); metadata adds about 1 kB."""
+    task = _task(anatomy, method, options)
+    left = {key: tensor for key, tensor in task.owned.items() if not key.endswith(COUNTER)}
     for name, transform in task.transforms.items():
-        held |= {f"{name}:{part}": tensor for part, tensor in transform.parts().items()}
-    written = {key: tensor for key, tensor in held.items() if not key.endswith(COUNTER)}
-    return task.bits(statistics=False), file_bytes(written)
+        left |= {f"{name}:{part}": tensor for part, tensor in transform.parts().items()}
+    if method.owns_everything:
+        return file_bytes(left)
+    size = 0
+    for key in list(left):
+        if key.endswith(":mask"):
+            size += left.pop(key).nbytes
+        elif key.endswith(":k"):  # per row, the least value and the unit, and one byte per learned value
+            k, transform = left.pop(key), task.transforms[key.removesuffix(":k")]
+            assert isinstance(transform, Masked)
+            size += 4 * 2 * 4 + (len(transform.rule.learned) * k.shape[1] if k.dim() > 1 else 0)
+    norms = [[f"{layer}.{part}" for part in NORM_PARTS] for layer in anatomy.norms]
+    for keys in norms:  # two of these vectors in half precision, so a byte for each of their values
+        if all(key in left for key in keys):
+            size += sum(left.pop(key).numel() for key in keys)
+    factors = {f"{name}:{part}" for name, t in task.transforms.items() if isinstance(t, LowRank) for part in t.parts()}
+    return size + file_bytes({key: tensor.half() if key in factors else tensor for key, tensor in left.items()})
 
 
 def _packed_cost(anatomy: Anatomy, method: registry.Method, tasks: int) -> tuple[float, float]:
