@@ -38,7 +38,7 @@ def compare(rows: dict[str, dict[str, Any]], over: dict[str, list[float]], cold:
             round(rows[ONE]["cpu_ms_per_request"] / rows[ZIPF]["cpu_ms_per_request"], 3),
             0.6,
         ),
-        "slowest of these over a cold answer and its queue": (
+        "slowest answer with 100 tasks, over a cold answer and its wait in the queue": (
             round(rows[ZIPF]["slowest_ms"] / (1000 * cold * clients), 3),
             -1.0,
         ),

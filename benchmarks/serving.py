@@ -154,7 +154,7 @@ def mixed(folder: Path, rounds: int) -> Iterator[Row]:
         held = size + active * size + 8 * _ideal(net.tasks[names[0]])
         yield compare(
             f"mixed-{pixels}-{active}",
-            f"mixed batch of 32 images over 8 tasks, {pixels} px, {active} kept at work",
+            f"mixed batch of 32 images over 8 tasks, {pixels} px, {active} cached",
             "eight separate plain models, each with its part",
             limit,
             timed(lambda: together(net, images)),  # noqa: B023

@@ -157,7 +157,7 @@ def entropy(folder: Path) -> list[dict[str, float]]:
         table.append(
             {
                 "share of ones": share,
-                "entropy, bits a weight": bits,
+                "entropy, bits per weight": bits,
                 "masks, MB": weights / 8e6,
                 "entropy, MB": bits * weights / 8e6,
                 "coded, MB": (weights / 8 - saved) / 1e6,

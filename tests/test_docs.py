@@ -79,6 +79,8 @@ def test_every_block_is_run_or_says_why_not(page):
     for above, block in re.findall(r"(.*)\n```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         compile(block, str(page), "exec")
         assert not above.startswith("<!--") or re.fullmatch("<!-- not run: .+ -->", above)
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    assert not re.findall(r"^    (?:net\.|net =|import |bitgraft\.).*", outside, re.MULTILINE)  # indented Python
 
 
 WITH_CODE = [page.relative_to(ROOT) for page in PAGES if blocks(page.relative_to(ROOT)) and "guides" not in page.parts]
