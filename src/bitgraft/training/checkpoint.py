@@ -42,7 +42,7 @@ class Result:
     """With `head_init`, the record before the first step: a linear probe."""
     best: dict[str, Any] | None = None
     """The record of the best epoch on validation; epoch 0 is `start`."""
-    best_tasks: Values | None = None
+    best_tasks: Values | None = field(default=None, repr=False)
     """The tasks' state dicts, and the shared weights, at the best epoch; set at the end of the run."""
 
     def may_improve(self, at: Position, config: Config) -> bool:

@@ -1,5 +1,7 @@
 """Fit the description of a task's images, which identifies the task of an image."""
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
@@ -8,6 +10,7 @@ from bitgraft.backbone.tracing import logits
 from bitgraft.data.dataset import ImageDataset
 from bitgraft.data.images import Splits
 from bitgraft.data.preprocessing import Preprocessing
+from bitgraft.data.splits import open_data
 from bitgraft.errors import TaskError
 from bitgraft.format.archive import pack_task, to_bytes
 from bitgraft.format.description import Description
@@ -20,12 +23,17 @@ BATCH = 64
 
 
 @torch.no_grad()
-def describe(net: Network, name: str, splits: Splits, *, workers: int = 0) -> Description:
+def describe(net: Network, name: str, data: Splits | str | Path, *, workers: int = 0) -> Description:
     """Fit a task's description on training images, calibrate it on validation images, and return it.
 
-    Without validation images it is calibrated on training images, and then accepts too few of the task's own images.
+    `identify` needs the descriptions of all tasks. Without validation images, a description is calibrated on training
+    images, and then accepts too few of the task's own images.
+
+    Args:
+        data: the task's images, as `fit` takes them: a folder or the result of `open_data`.
+        workers: processes that load images.
     """
-    task = net.tasks[name]
+    task, splits = net.tasks[name], data if isinstance(data, Splits) else open_data(data)
     if not task.classes:
         raise TaskError(f"task {name!r} has no classes, so its images cannot be described")
     task.description = None

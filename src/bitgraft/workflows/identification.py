@@ -28,8 +28,8 @@ def identify(
 
         identify(net, "rose.jpg")   # {"task": "flowers", "route": [...], "answers": [{"class": "rose", ...}, ...]}
 
-    The task is None for an image that resembles no task. Tasks need a description of their images: `bitgraft train`
-    and `bitgraft describe` write one.
+    The task is None for an image that resembles no task. Tasks need a description of their images, which
+    `bitgraft train` adds; in Python, `describe` does.
 
     Args:
         images: files, bytes of files, PIL images or arrays (H, W, C), as for `predict`.
