@@ -13,13 +13,14 @@ from tiny import tiny
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
-from bitgraft import CorruptError, Network, Store, TaskError, describe, identify, load_backbone, read_archive
+from bitgraft import CorruptError, Network, Store, TaskError, identify, load_backbone, read_archive
 from bitgraft.format import archive
 from bitgraft.format.archive import content_hash
 from bitgraft.format.description import Description, rounded
 from bitgraft.runtime.identify import features, fitting
 from bitgraft.runtime.identify.decision import union_scores
 from bitgraft.runtime.identify.scorers import Likelihood, Mahalanobis, NearestMean, RelativeMahalanobis
+from bitgraft.workflows import describe_task
 
 DIM = 12
 GOLDEN_SIGNS = [[-1, 1, 1, -1, 1, 1, 1, 1], [-1, 1, -1, 1, 1, 1, 1, -1]]
@@ -296,7 +297,7 @@ def test_python_finds_the_task_of_an_image_as_the_command_does(trained, monkeypa
     answers = json.loads(bitgraft(capsys, monkeypatch, "identify", *shots, "--json")[1])
     assert [one["task"] for one in answers] == [first["task"], second["task"]]
     written = net.tasks["colours"].description.tensors()
-    again = describe(net, "colours", "photos").tensors()
+    again = describe_task.describe(net, "colours", "photos").tensors()
     assert all(torch.equal(again[key], tensor) for key, tensor in written.items())
 
 
