@@ -108,6 +108,7 @@ def _use(page: Any, url: str, expect: Any, folder: Path, shots: Path | None) -> 
     expect(page.locator("#answers .thumb")).to_have_count(2)
     expect(page.locator("#answers .card")).to_have_count(8)
     expect(page.locator("#error")).to_be_empty()
+    expect(page.locator("#line")).to_contain_text("curl -F 'image=@rose.jpg' -F 'image=@tulip.jpg' ")
     named = page.locator("#answers .card").first.locator(".say").first  # the backbone's own answer
     assert not named.inner_text().isdecimal(), "ImageNet's classes have no names"
     _shoot(page, shots, "several")

@@ -140,7 +140,7 @@ def test_params_of_the_paper(bitgraft) -> None:
     code, out, err = bitgraft("params")
     assert (code, err) == (0, "")
     lines = [line.split() for line in out.splitlines()]
-    assert ["full", "1.17", "1.17", "3.39", "MB", "1.18"] in lines
+    assert ["full", "1.17", "1.17", "3.12", "MB", "1.17"] in lines
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,13 @@ import shutil
 import signal
 import sys
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 from images import NET, bitgraft, ended, fork, furnish, photos
 
 from bitgraft import read_archive
+from bitgraft.cli.training import _kept_epoch
 from bitgraft.training import runs
 from bitgraft.training.loop import _Run
 
@@ -85,7 +87,7 @@ def test_the_budget_is_said_before_training_and_minutes_bound_it(run):
 
 
 def test_a_run_that_loses_to_the_linear_probe_says_so(run):
-    spoilt = ("--rate", "norms=30", "--method", "norms", "--schedule", "constant", "--warmup", "0")
+    spoilt = ("--rate", "norms=1000", "--method", "norms", "--schedule", "constant", "--warmup", "0")
     code, out, _ = run("train", "photos", *RUN, *spoilt, "--json")
     report = json.loads(out)
     assert code == 0
@@ -94,6 +96,16 @@ def test_a_run_that_loses_to_the_linear_probe_says_so(run):
     out = run("train", "photos", *RUN, *spoilt, "--overwrite")[1]
     assert "kept the linear probe that training started from (" in out
     assert "train longer (--steps)" in out
+
+
+@pytest.mark.parametrize(("accuracy", "advised"), [(1.0, False), (0.9, True)])
+@pytest.mark.parametrize("epoch", [0, 18])
+def test_only_a_worse_last_epoch_is_a_reason_for_advice(epoch, accuracy, advised):
+    kept, last = {"epoch": epoch, "val_accuracy": 1.0}, {"epoch": 85, "val_accuracy": accuracy}
+    result = SimpleNamespace(best=kept, history=[last], task=SimpleNamespace(metrics={"kept": "best"}))
+    note = _kept_epoch(result)
+    assert note.startswith("kept ")
+    assert ("--rate" in note) == advised
 
 
 def test_show_config(run, tmp_path):
@@ -117,20 +129,41 @@ def test_a_file_of_settings_is_read_as_it_was_printed(run, tmp_path, form):
     printed = run("train", "--show-config", *asked, *form)[1]
     (tmp_path / "mine").write_text(printed)
     assert run("train", "--show-config", "--config", "mine", *form) == (0, printed, "")
-    code, out, _ = run("train", "--show-config", "--config", "mine", "--epochs", "2", "--method", "full", "--json")
+    code, out, _ = run("train", "--show-config", "--config", "mine", "--epochs", "2", "--method", "simple", "--json")
     shown = json.loads(out)
     assert (code, shown["epochs"], shown["steps"]) == (0, 2, None)
-    assert (shown["method"], shown["preset"]) == ("full", "decathlon")
+    assert (shown["method"], shown["preset"]) == ("simple", "decathlon")
     assert shown["rates"]["k"] == 3e-3
+
+
+@pytest.mark.parametrize("option", ["--quick", "--preset decathlon", "--method lora"])
+def test_a_file_of_settings_is_for_its_own_preset_and_method(run, tmp_path, option):
+    (tmp_path / "mine.toml").write_text(run("train", "--show-config")[1])
+    code, out, err = run("train", "--show-config", "--config", "mine.toml", *option.split())
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"{option} does not go with mine.toml, which is for " in err
+    assert f"leave out {option}, or keep in the file only the settings that you changed" in err
 
 
 def test_a_file_may_set_only_some_settings(run, tmp_path):
     (tmp_path / "mine.toml").write_text("label_smoothing = 0.2\n[options]\nper = 'layer'\n")
     shown = json.loads(run("train", "--show-config", "--config", "mine.toml", "--json")[1])
     assert (shown["label_smoothing"], shown["options"], shown["steps"]) == (0.2, {"per": "layer"}, "auto")
-    (tmp_path / "wrong.toml").write_text("epoch = 3\n")
+    shown = json.loads(run("train", "--show-config", "--config", "mine.toml", "--quick", "--json")[1])
+    assert (shown["label_smoothing"], shown["preset"], shown["steps"]) == (0.2, "quick", 250)
+    code, _, err = run("train", "--show-config", "--config", "mine.toml", "--method", "lora")
+    assert (code, "has no option 'per'; it takes" in err, "check [options] in the --config file" in err) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("epoch = 3", "there is no setting 'epoch'; did you mean 'epochs'?"), ("options = 3", "options=3: give a table")],
+)
+def test_a_wrong_file_of_settings_is_one_sentence(run, tmp_path, text, said):
+    (tmp_path / "wrong.toml").write_text(text)
     code, _, err = run("train", "photos", *RUN, "--config", "wrong.toml")
-    assert (code, "there is no setting 'epoch'; did you mean 'epochs'?" in err) == (2, True)
+    assert (code, err.count("\n")) == (2, 1)
+    assert said in err
 
 
 def test_one_class_is_refused_and_few_images_cause_a_warning(run, tmp_path):
@@ -174,6 +207,9 @@ def test_one_class_is_refused_and_few_images_cause_a_warning(run, tmp_path):
         (("photos", *RUN, "--steps", "9"), 2, "only one of --epochs, --steps and --minutes"),
         (("photos", *RUN, "--quick", "--preset", "decathlon"), 2, "--quick is --preset quick"),
         (("photos", *ANY_LENGTH, "--task", "a", "--minutes", "1e-9"), 1, "allow more"),
+        (("photos", *ANY_LENGTH, "--task", "a", "--minutes", "inf"), 2, "minutes=inf: give a number above 0, at most"),
+        (("photos", *RUN, "--seed", "99999999999999999999999"), 2, "give a whole number, at least 0 and below 2**63"),
+        (("nowhere", *RUN), 1, "there is no folder nowhere; give a FOLDER with one subfolder per class, or one of"),
         (("photos", *RUN, "--backbone", "own_net:nothing"), 2, "own_net:nothing"),
         (("photos", *RUN, "--resume"), 1, "no run of task 'colours' to resume"),
         (("photos", *RUN, "--resize", "8"), 1, "resize at least"),

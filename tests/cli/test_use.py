@@ -1,6 +1,7 @@
 """`bitgraft eval`, `predict`, `tasks`, `export` and `demo` on a store of two tasks."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -110,6 +111,25 @@ def test_eval_without_such_images(run, tmp_path):
     code, _, err = run("eval", str(tmp_path / "flat"), "--task", "colours")
     assert code == 1
     assert "has no test images: choose --split train, --split val" in err
+
+
+def test_eval_needs_no_training_images(run, tmp_path):
+    folder = photos(tmp_path / "new", test=5)
+    for part in ("train", "val"):
+        shutil.rmtree(folder / part)
+    for data, unsplit in ((folder, False), (folder / "test", True)):
+        code, out, err = run("eval", str(data), "--task", "colours")
+        assert code == 0
+        assert ("if the task was trained on them" in err) == unsplit
+        assert "of 15 images are right)" in out
+        assert json.loads(run("eval", str(data), "--task", "colours", "--json")[1])["images"] == 15
+    counts = [
+        json.loads(run("eval", str(folder / "test"), "--task", "colours", "--split", split, "--json")[1])["images"]
+        for split in ("train", "val")
+    ]
+    assert counts == [15, 2]
+    code, _, err = run("train", str(folder), "--task", "new")
+    assert (code, "has test/ but no train/" in err) == (1, True)
 
 
 def test_eval_names_an_unreadable_image(run, tmp_path):

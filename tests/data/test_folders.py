@@ -154,6 +154,7 @@ def test_unknown_specs_list_the_forms(tmp_path, spec):
         open_data(spec, root=tmp_path / "none")
     for form in ("FOLDER", "DEVKIT:DOMAIN", "torchvision:NAME", "package:elpv"):
         assert form in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("parts", [("test",), ("valid", "test")])

@@ -395,7 +395,8 @@ def test_the_command(place, capsys, monkeypatch):
     assert json.loads(Path("runs/mine/suite.json").read_text())["rows"] == [{"row": "head", "title": ""}]
     assert run("mine.toml", "--plan")[1].splitlines()[0] == "1 runs are done, 1 are left"
     assert run("mine.toml", "--rows", "tail")[0] == run("nosuch")[0] == 2
-    assert run("mine.toml", "--seeds", "a")[0] == 2
+    for seeds in ("a", "-1", "0,99999999999999999999"):
+        assert run("mine.toml", "--plan", f"--seeds={seeds}")[0] == 2
     assert run()[0] == 2
     assert "decathlon-mini" in run("--list")[1]
     Path("mine.toml").write_text(text.replace('data = "photos"', 'data = "nowhere"').replace('"mine"', '"other"'))
@@ -431,6 +432,8 @@ def test_data_check(place, capsys, monkeypatch):
     assert len(faults["photos"]["faults"]) == 2
     assert faults["photos"]["unchecked"] == ["none.zip"]
     assert faults["photos"]["layout"].startswith("photos/{train,val,test}/CLASS/IMAGE")
+    code, _, err = bitgraft(capsys, monkeypatch, "data", "check", "min")
+    assert (code, "there is no suite 'min'" in err) == (2, True)
 
 
 def test_data_of_a_devkit_say_which_files_are_read(tmp_path, capsys, monkeypatch):

@@ -83,6 +83,17 @@ def test_the_seed_of_training_finds_the_held_out_images_again(folder):
     assert again != pytest.approx(evaluate(net, "colours", folder, split="val"))
 
 
+def test_evaluation_needs_no_training_images(folder):
+    net = trained(folder)
+    shutil.rmtree(folder / "test")
+    with pytest.raises(DataError, match=r'photos has no test images: choose split="train", split="val"'):
+        evaluate(net, "colours", folder)
+    expected = evaluate(net, "colours", folder, split="val")
+    shutil.rmtree(folder / "train")
+    assert evaluate(net, "colours", folder, split="val") == expected
+    assert evaluate(net, "colours", folder / "val") == expected
+
+
 def test_splits_train_as_their_folder_does(folder, tmp_path):
     assert saved(trained(open_data(folder)), tmp_path) == saved(trained(folder), tmp_path)
 

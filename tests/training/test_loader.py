@@ -53,6 +53,7 @@ def test_batches_cover_every_image_once_and_shards_make_up_the_batch():
     for step, batch in enumerate(whole):
         assert sorted(shards[0][step] + shards[1][step]) == sorted(batch)
     assert list(ShardedBatchSampler(23, 5, 3).seek(2)) != whole
+    assert list(ShardedBatchSampler(23, 5, 2**63 - 1).seek(1)) != whole  # the largest seed
 
 
 @given(st.integers(1, 70), st.integers(1, 32), st.integers(1, 5), st.integers(1, 4), st.integers(1, 2))

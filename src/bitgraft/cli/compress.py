@@ -59,12 +59,17 @@ def compress(
     options, rates = opt.method_options("full", option), opt.by_role(rate, "--rate")
 
     from bitgraft.compression.distil import CALIBRATION
+    from bitgraft.errors import TrainingError
     from bitgraft.format.inspect import inspect_file
     from bitgraft.store import Store
     from bitgraft.workflows.compress_task import Job, run
 
     changes = {"steps": steps, "batch": batch, "seed": seed, "size": size, "resize": resize}
     given = {name: value for name, value in changes.items() if value is not None}
+    try:
+        config = CALIBRATION.changed(**given, rates=rates)
+    except TrainingError as error:
+        raise typer.BadParameter(str(error)) from error
     job = Job(
         finetuned,
         task,
@@ -72,7 +77,7 @@ def compress(
         data=calibrate or evaluate,
         calibrate=calibrate is not None,
         bits=bits,
-        config=CALIBRATION.changed(**given, rates=rates),
+        config=config,
         options=options,
         workers=workers,
         overwrite=overwrite,

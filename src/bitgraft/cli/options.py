@@ -131,7 +131,8 @@ def method_options(
     try:
         registry.get(method).with_options(options)
     except (TaskError, TypeError) as error:
-        raise typer.BadParameter(str(error)) from error
+        where = " (check [options] in the --config file)" if from_file and not given else ""
+        raise typer.BadParameter(f"{error}{where}") from error
     return options
 
 

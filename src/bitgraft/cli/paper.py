@@ -11,7 +11,7 @@ from typer import Argument, Option
 from bitgraft.cli.app import app, command, count, flag, setting
 from bitgraft.cli.options import AsJson, Pretrained, Root, Suite, Weights, Workers
 from bitgraft.cli.output import FAILURE, console, show, table
-from bitgraft.errors import SuiteError
+from bitgraft.errors import SuiteError, TrainingError
 
 BASELINE = "The baseline of the score S [the suite's row, or the challenge's]."
 SUBMISSION = "Write the test predictions of one row in the challenge's format."
@@ -85,7 +85,7 @@ def bench(
             whole = suites.on_all_labels(whole)
         if backbone is not None or weights is not None or not pretrained:
             whole = suites.on_backbone(whole, backbone or whole.backbone.name, weights, pretrained)
-        chosen = whole.chosen(_words(rows), _numbers(seeds), _words(datasets))
+        chosen = whole.chosen(_words(rows), _seeds(seeds), _words(datasets))
     except SuiteError as error:
         raise typer.BadParameter(str(error)) from error
     parts = [whole.name, backbone or "", "train-on-val" if train_on_val else ""]
@@ -130,9 +130,13 @@ def _words(text: str | None) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()] if text else []
 
 
-def _numbers(text: str | None) -> list[int]:
+def _seeds(text: str | None) -> list[int]:
+    from bitgraft.training.config import Config
+
     try:
-        return [int(word) for word in _words(text)]
+        return [Config(seed=int(word)).seed for word in _words(text)]
+    except TrainingError as error:
+        raise typer.BadParameter(f"--seeds: {error}") from error
     except ValueError:
         raise typer.BadParameter(f"--seeds {text}: give whole numbers separated by commas, such as 0,1,2") from None
 
@@ -231,7 +235,11 @@ def check(suite: Suite, root: Root = Path(), as_json: AsJson = False) -> None:
     from bitgraft.paper.bench.check import layout, problems, unchecked
     from bitgraft.paper.bench.reading import load_suite
 
-    held, report, lines = load_suite(suite), {}, []
+    report, lines = {}, []
+    try:
+        held = load_suite(suite)
+    except SuiteError as error:
+        raise typer.BadParameter(str(error)) from error
     for dataset in held.datasets:
         name, faults = dataset.name, list(problems(dataset, root))
         gone, read = unchecked(dataset, root), layout(dataset)

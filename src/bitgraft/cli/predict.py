@@ -186,14 +186,16 @@ def evaluate(
 ) -> None:
     """Measure a task's accuracy on labelled images.
 
-    Classes are matched by name; the data may lack some of the task's classes.
+    Classes are matched by name; the data may lack some of the task's classes. All images of a folder without splits are
+    used.
     """
-    from bitgraft.data.splits import open_data
+    from bitgraft.data.splits import open_to_evaluate
     from bitgraft.store import Store
     from bitgraft.training.inputs import labelled
 
     classes = Store(store).archive(task).metadata.classes or ()
-    images = labelled(open_data(data, seed=seed), split, classes, f"task {task!r}")
+    opened = open_to_evaluate(data, split, seed=seed)
+    images = labelled(opened, split, classes, f"task {task!r}", "--split {}")
     if union:
         _evaluate_union(store, task, images, batch, device, workers, data, as_json)
         return
@@ -205,7 +207,11 @@ def evaluate(
     ]
     correct, count, accuracy = right.total(), total.total(), right.total() / total.total()
     report = {"data": data, "split": split, "task": task, "images": count, "correct": correct, "accuracy": accuracy}
-    said = f"{task} on {data}: {percent(accuracy)} ({correct:,} of {count:,} {split} images are right)"
+    kind = "" if opened.train is opened.test else f"{split} "  # a folder without train/
+    said = f"{task} on {data}: {percent(accuracy)} ({correct:,} of {count:,} {kind}images are right)"
+    if not kind and not (Path(data) / "test").is_dir():
+        remark = "all images of the folder were used: if the task was trained on them, this is not its test accuracy"
+        print(f"note: {remark}", file=sys.stderr)
     if not by_class:
         show(as_json, report, said)
         return

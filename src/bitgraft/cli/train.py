@@ -26,7 +26,7 @@ BORROW = "Mix in the masks of this task, which the new one then depends on; repe
 COMPACT = "Round k and norm layers for a smaller file; do not if you will train the norm layers further."
 PRESET = "default, quick, imagenet-to-sketch or decathlon."
 RATE = "Learning rate, of all or of one role: scores, k, k1, weights, norms, head; repeatable."
-CONFIG = "A file of settings, all or some, as --show-config prints them; options override it."
+CONFIG = "A file of settings, all or some, as --show-config prints them; other options override it."
 Names = list[str] | None
 Count = int | None
 
@@ -90,12 +90,11 @@ def train(
     store with a new backbone. Also works under `accelerate launch` and `torchrun`.
     """
     from_file = _read(config_file) if config_file is not None else {}
-    preset, method = (_chosen(context, from_file, name) for name in ("preset", "method"))
     if quick and preset != "default":
         raise typer.BadParameter(f"--quick is --preset quick: leave out either --quick or --preset {preset}")
     if sum(given is not None for given in (epochs, steps, minutes)) > 1:
         raise typer.BadParameter("give only one of --epochs, --steps and --minutes")
-    preset = "quick" if quick else preset
+    preset, method = (_chosen(context, from_file, name) for name in ("preset", "method"))
     given = [*(option or ()), *([f"bits={bits}"] if bits is not None else ())]
     options = opt.method_options(method, given, preset, from_file.pop("options", {}))
     config = _config({**context.params, "preset": preset, "method": method}, from_file)
@@ -126,14 +125,28 @@ def _read(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise typer.BadParameter(f"--config {file} cannot be read: {reason}") from error
+    if not isinstance(values.get("options", {}), dict):
+        raise typer.BadParameter(f"--config {file}: options={values['options']!r}: give a table, [options]")
     return dict(values)
 
 
 def _chosen(context: typer.Context, from_file: dict[str, Any], name: str) -> str:
-    """Return the value on the command line, else the file's, else the option's default."""
-    source = context.get_parameter_source(name)
-    value = from_file.pop(name, context.params[name])
-    return str(context.params[name] if source is not None and source.name == "COMMANDLINE" else value)
+    """Return the preset or method on the command line, else the file's, else the default.
+
+    A file's settings belong to the preset and method that it names, so the command line must not name others.
+    """
+    source, value, in_file = context.get_parameter_source(name), context.params[name], from_file.pop(name, None)
+    option = f"--{name} {value}"
+    if name == "preset" and context.params["quick"]:
+        value, option = "quick", "--quick"
+    elif source is None or source.name != "COMMANDLINE":
+        return str(value if in_file is None else in_file)
+    if in_file not in (None, value):
+        raise typer.BadParameter(
+            f"{option} does not go with {context.params['config_file']}, which is for {name} {in_file!r}: leave out "
+            f"{option}, or keep in the file only the settings that you changed, without {name}"
+        )
+    return str(value)
 
 
 def _config(given: Mapping[str, Any], from_file: Mapping[str, Any]) -> "Config":

@@ -146,13 +146,13 @@ def _kept_epoch(result: TrainResult) -> str | None:
     best, last = result.best, result.history[-1]
     if result.task.metrics["kept"] != "best" or best is None or best["epoch"] == last["epoch"]:
         return None
+    lost = best["val_accuracy"] > last["val_accuracy"]
     scores = f"validation {percent(best['val_accuracy'])}, last epoch {percent(last['val_accuracy'])}"
     if best["epoch"] == 0:
-        return (
-            f"kept the linear probe that training started from ({scores}): train longer (--steps), with lower rates "
-            "(--rate), or on more images"
-        )
-    return f"kept epoch {best['epoch']} of {last['epoch']} ({scores}): lower rates (--rate) may help"
+        advice = ": train longer (--steps), with lower rates (--rate), or on more images"
+        return f"kept the linear probe that training started from ({scores}){advice if lost else ''}"
+    advice = ": lower rates (--rate) may help"
+    return f"kept epoch {best['epoch']} of {last['epoch']} ({scores}){advice if lost else ''}"
 
 
 class Interrupts(Callback):

@@ -1,7 +1,7 @@
 """Image folders with one subfolder per class, split into train/ val/ test/ or not."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bitgraft.data.images import Images, Splits, few
@@ -14,8 +14,8 @@ VALIDATION = ("val", "valid", "validation")
 
 def open_folder(root: Path) -> Splits:
     """Open the splits in a folder. Without split folders, all images are for training."""
-    parts = {name.lower(): root / name for name in _subfolders(root)}
-    if parts and parts.keys() <= {*VALIDATION, "test"}:
+    parts = _parts(root)
+    if _lack_train(parts):
         found = " and ".join(f"{name}/" for name in parts)
         raise DataError(
             f"{root} has {found} but no train/: put the training images into {root / 'train'}, one subfolder per "
@@ -27,6 +27,17 @@ def open_folder(root: Path) -> Splits:
     val = next((read_known(parts[name], classes) for name in VALIDATION if name in parts), None)
     test = read_known(parts["test"], classes) if "test" in parts else None
     return Splits(name=root.name, classes=classes, train=train, val=val, test=test)
+
+
+def folder_without_train(root: Path, part: str) -> Path | None:
+    """Return the folder with the class folders of val or test, if a data set has no train/.
+
+    Without split folders, all images are test images.
+    """
+    parts = _parts(root)
+    if _lack_train(parts):
+        return next((parts[name] for name in (VALIDATION if part == "val" else (part,)) if name in parts), None)
+    return root if part == "test" and "train" not in parts else None
 
 
 def read_folder(folder: Path) -> tuple[tuple[str, ...], Images]:
@@ -58,6 +69,14 @@ def read_known(folder: Path, classes: Sequence[str]) -> Images:
     if not found:
         raise DataError(f"there is no image in {folder}; supported extensions are {_EXTENSIONS}")
     return Images(tuple(path for path, _ in found), tuple(labels[name] for _, name in found))
+
+
+def _parts(root: Path) -> dict[str, Path]:
+    return {name.lower(): root / name for name in _subfolders(root)}
+
+
+def _lack_train(parts: Mapping[str, Path]) -> bool:
+    return bool(parts) and parts.keys() <= {*VALIDATION, "test"}
 
 
 def _subfolders(folder: Path) -> tuple[str, ...]:

@@ -108,12 +108,13 @@ class Splits:
     def warnings(self) -> tuple[str, ...]:
         """Problems that make training worse, but not impossible."""
         found, total = [], len(self.classes)
-        for images, part, meaning in (
-            (self.train, "training", "it cannot be learned"),
-            (self.val, "validation", "validation says nothing about it"),
+        for images, part, meanings in (
+            (self.train, "training", ("it cannot be learned", "they cannot be learned")),
+            (self.val, "validation", ("validation says nothing about it", "validation says nothing about them")),
         ):
             present = set(images.labels if images else range(total))
             if missing := [name for label, name in enumerate(self.classes) if label not in present]:
+                meaning = meanings[len(missing) > 1]
                 found.append(f"{len(missing)} of {total} classes have no {part} image, so {meaning}: {few(missing)}")
         counts = Counter(self.train.labels)
         if small := [name for label, name in enumerate(self.classes) if 0 < counts[label] < FEW]:

@@ -14,18 +14,13 @@ from torch import Tensor
 
 from bitgraft.data.decode import load
 from bitgraft.data.devkit import domains, open_devkit
-from bitgraft.data.folders import open_folder
+from bitgraft.data.folders import folder_without_train, open_folder, read_folder
 from bitgraft.data.images import Images, Splits, few
 from bitgraft.data.packages import PACKAGES, open_package
 from bitgraft.data.vision import open_torchvision
 from bitgraft.errors import DataError
 
-FORMS = f"""\
-  FOLDER                        train/, val/ and test/ (the last two are optional), or one subfolder per class
-  DEVKIT:DOMAIN                 a domain of the Visual Decathlon, as in decathlon-1.0:gtsrb
-  DEVKIT:DOMAIN:train+val       the same with val added to train, for a final submission
-  torchvision:NAME              as in torchvision:Flowers102; in Python, open_data(NAME, download=True) downloads it
-  {", ".join(f"package:{name}" for name in PACKAGES):<30}data sets that are pip packages"""
+FORMS = ", ".join(["DEVKIT:DOMAIN", "torchvision:NAME", *(f"package:{name}" for name in PACKAGES)])
 CACHE = Path.home() / ".cache" / "bitgraft" / "data"
 _TEST_SHARE = 0.2
 _DOMAIN = re.compile(r"(?P<root>.+?):(?P<domain>[\w.-]+)(?P<joined>:train\+val)?")
@@ -40,9 +35,12 @@ def open_data(
     root: Path | None = None,
     download: bool = False,
 ) -> Splits:
-    """Open the data set that `spec` names, in one of the FORMS.
+    """Open the data set that `spec` names.
 
     Args:
+        spec: a folder with train/, val/ and test/ (the last two are optional) or with one subfolder per class;
+            DEVKIT:DOMAIN, a domain of the Visual Decathlon (DEVKIT:DOMAIN:train+val adds val to train);
+            torchvision:NAME; package:elpv or package:digits.
         val_share: share of the training images to hold out if the data set has no validation images.
         test_share: the same for test images. The default is 0 for folders, and 0.2 for packages and for torchvision
             data sets without splits.
@@ -62,10 +60,27 @@ def open_data(
         if inside := domains(folder):
             raise DataError(f"{folder} is a decathlon devkit: add a domain, as in {text}:{inside[0]}")
         return open_folder(folder).hold_out(val_share, test_share or 0.0, seed)
-    found = _DOMAIN.fullmatch(text)
-    if found and (devkit := base / Path(found["root"]).expanduser()).is_dir():
-        return open_devkit(devkit, found["domain"], train_on_val=found["joined"] is not None)
-    raise DataError(f"no data set at {text!r}: there is no folder {folder}. A data set is one of\n{FORMS}")
+    if found := _DOMAIN.fullmatch(text):
+        folder = base / Path(found["root"]).expanduser()
+        if folder.is_dir():
+            return open_devkit(folder, found["domain"], train_on_val=found["joined"] is not None)
+    raise DataError(
+        f"no data set at {text!r}: there is no folder {folder}; give a FOLDER with one subfolder per class, or one of "
+        f"{FORMS}"
+    )
+
+
+def open_to_evaluate(spec: str | Path, part: str, *, seed: int = 0) -> Splits:
+    """Open a data set to measure accuracy on its train, val or test images.
+
+    A folder needs no train/ for that, and all images of a folder without splits are test images.
+    """
+    folder = Path(spec).expanduser()
+    if folder.is_dir() and not domains(folder) and (whole := folder_without_train(folder, part)):
+        classes, images = read_folder(whole)
+        val, test = (images if part == name else None for name in ("val", "test"))
+        return Splits(name=folder.name, classes=classes, train=images, val=val, test=test)
+    return open_data(spec, val_share=0.0 if part == "train" else 0.1, seed=seed)
 
 
 def from_arrays(

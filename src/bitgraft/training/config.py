@@ -10,6 +10,9 @@ from bitgraft.errors import TrainingError, did_you_mean
 
 LENGTHS = ("minutes", "steps", "epochs")  # the first one that is set decides how long a run is
 ROLES = ("scores", "k", "k1", "weights", "norms", "head")
+COUNTS = {"epochs": 1, "steps": 1, "batch": 1, "accumulate": 1, "seed": 0}
+"""Whole numbers with the least value of each; they must fit into 64 bits."""
+MAX_MINUTES = 365 * 24 * 60
 AS_PRESET: Any = ...
 """The value of a setting that is not given."""
 
@@ -101,10 +104,10 @@ class Config:
                 raise TrainingError(f"{name}={value!r}: give {_describe(_annotations()[name])}")
             if isinstance(value, Mapping) and (unknown := set(value) - set(ROLES)):
                 raise TrainingError(f"{name} names the role {min(unknown)!r}; roles are {', '.join(ROLES)}")
-            if name in ("epochs", "steps", "batch", "accumulate") and isinstance(value, int) and value < 1:
-                raise TrainingError(f"{name}={value!r}: give a whole number, at least 1")
-            if name == "minutes" and value is not None and not value > 0:
-                raise TrainingError(f"minutes={value!r}: give a number above 0")
+            if name in COUNTS and isinstance(value, int) and not COUNTS[name] <= value < 2**63:
+                raise TrainingError(f"{name}={value!r}: give a whole number, at least {COUNTS[name]} and below 2**63")
+            if name == "minutes" and value is not None and not 0 < value <= MAX_MINUTES:
+                raise TrainingError(f"minutes={value!r}: give a number above 0, at most {MAX_MINUTES:,} (a year)")
             if name in ("warmup", "anneal_masks") and not 0 <= value < 1:
                 raise TrainingError(f"{name}={value!r}: give a share of the run, at least 0 and below 1")
         for role, kind in given.get("optimizers", {}).items():

@@ -60,7 +60,7 @@ def evaluate(
     Args:
         data: an image folder, the result of `open_data`, a Dataset of (image, label) with tensors or PIL images, or a
             DataLoader over one.
-        split: which images of a folder: "train", "val" or "test".
+        split: which images of a folder: "train", "val" or "test"; without split folders, all images are "test".
         seed: the seed of training, which splits a folder without val/; with another one, val has training images.
     """
     accelerator, held = Accelerator(), net._added(task)

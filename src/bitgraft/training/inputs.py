@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampl
 from bitgraft.data.dataset import CACHE_BYTES, ImageDataset
 from bitgraft.data.images import Images, Splits, few
 from bitgraft.data.preprocessing import Augmentation, Preprocessing
-from bitgraft.data.splits import open_data
+from bitgraft.data.splits import open_data, open_to_evaluate
 from bitgraft.data.vision import read_dataset
 from bitgraft.errors import DataError, DataWarning, TrainingError
 from bitgraft.task import Task
@@ -106,7 +106,7 @@ def to_evaluate(task: Task, given: Any, split: str = "test", seed: int = 0) -> A
     """A data set with the task's preprocessing; `split` chooses images of a folder, split by `seed`, or of splits."""
     given, preprocessing = unwrapped(given), Preprocessing.from_dict(task.metadata.preprocessing)
     if isinstance(given, str | Path):
-        given = open_data(given, seed=seed, val_share=0.0 if split == "train" else 0.1)
+        given = open_to_evaluate(given, split, seed=seed)
     if isinstance(given, Splits):
         return ImageDataset(_of_task(task, given, split), preprocessing)
     if _has_pil_images(given):
@@ -154,11 +154,14 @@ def training_images(
     return ImageDataset(images, preprocessing, augmentation, config.seed, cache_bytes=CACHE_BYTES if cached else 0)
 
 
-def labelled(splits: Splits, part: str, classes: Sequence[str], whose: str) -> Images:
-    """The images of a split, labelled with a task's class numbers. Classes are matched by name."""
+def labelled(splits: Splits, part: str, classes: Sequence[str], whose: str, choice: str = 'split="{}"') -> Images:
+    """The images of a split, labelled with a task's class numbers. Classes are matched by name.
+
+    `choice` is how the user chooses another split.
+    """
     images: Images | None = getattr(splits, part)
     if not images:
-        others = ", ".join(f"--split {name}" for name in ("train", "val", "test") if getattr(splits, name))
+        others = ", ".join(choice.format(name) for name in ("train", "val", "test") if getattr(splits, name))
         raise DataError(f"{splits.name} has no {part} images: choose {others}")
     if min(images.labels) < 0:
         raise DataError(f"the {part} images of {splits.name} have no labels, so accuracy cannot be measured on them")

@@ -83,7 +83,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         order = list(range(self.count))
         if self.seed is not None:
-            rng = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+            rng = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**64)
             order = torch.randperm(self.count, generator=rng).tolist()
         for step in range(self.first_step, len(self)):
             shard, start = [], step * self.size

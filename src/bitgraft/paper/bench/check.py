@@ -25,7 +25,7 @@ def problems(dataset: Dataset, root: Path) -> Iterator[str]:
     try:
         splits = open_data(dataset.data, root=root, val_share=dataset.val_share)
     except DataError as fault:
-        yield str(fault).partition(". A data set is one of")[0]
+        yield str(fault).partition("; give a FOLDER")[0]
     else:
         yield from faults(dataset, splits)
 
