@@ -58,8 +58,15 @@ def test_lines_to_paste_name_commands_and_options_that_exist(page):
         assert given <= known, f"{line}: {given - known}"
 
 
-@pytest.mark.parametrize("command", ["--help", "demo --help", "methods", "anatomy wrn-10-1", "bench --list"])
-def test_what_is_pasted_is_what_is_printed(command, capsys, monkeypatch):
+REPORT = "report docs/results/ablation-mini --output report"
+
+
+@pytest.mark.parametrize(
+    "command", ["--help", "demo --help", "methods", "params", "anatomy wrn-10-1", "bench --list", REPORT]
+)
+def test_what_is_pasted_is_what_is_printed(command, capsys, monkeypatch, tmp_path):
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     (pasted,) = re.findall(rf"^```console\n\$ bitgraft {re.escape(command)}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     code, out, _ = bitgraft(capsys, monkeypatch, *command.split())
