@@ -1,11 +1,11 @@
 """Compress fine-tuned copies to a few bits per weight, and measure the share of accuracy kept on five domains.
 
-    python -m benchmarks.compress_table DATA runs/domains/finetune/seed-0      # about half an hour of CPU time
-    python -m benchmarks.compress_table --draw                                 # only redraw table and figure
+    python -m benchmarks.compress_table DATA runs/domains-grid/finetune-2e-3/seed-0     # about an hour of CPU time
+    python -m benchmarks.compress_table --draw                                          # only redraw table and figure
 
 DATA is the folder with decathlon-mini/ and sketches/; the second argument is a store of fine-tuned copies of
-EfficientNet-Lite0 at 64 px from `bitgraft bench domains --rows finetune`. Each result is saved to the JSON file at once
-and never repeated. The table is written to docs/results/compress.md, with the figure next to it.
+EfficientNet-Lite0 at 64 px from `bitgraft bench domains-grid --rows finetune-2e-3`. Each result is saved to the JSON
+file at once and never repeated. The table is written to docs/results/compress.md, with the figure next to it.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.gathering import add, conclude, so_far
-from bitgraft.compression.compress import compress
+from bitgraft.compression.compress import DRAWINGS, compress
 from bitgraft.compression.distil import CALIBRATION
 from bitgraft.compression.source import values
 from bitgraft.data.dataset import ImageDataset
@@ -35,10 +35,16 @@ from bitgraft.training.inputs import training_images
 
 DOMAINS = {"flowers": "vgg-flowers", "gtsrb": "gtsrb", "dtd": "dtd", "omniglot": "omniglot", "sketches": None}
 RESULTS, PAGE = Path("benchmarks/results/compress.json"), Path("docs/results/compress.md")
-SIGNS = {"sign": "one sign and a scale per layer (BitDelta)", "sign-channel": "one sign and a scale per channel"}
+SIGNS = {
+    "sign": "one sign and a scale per layer (BitDelta)",
+    "sign-channel": "one sign and a scale per channel",
+}  # 1 bit
 BITS = (0.25, 0.5, 1.0, 2.0, 4.0)
-CALIBRATED = "calibrated-0.5"
-TITLES = SIGNS | {f"bits-{bits:g}": f"`--bits {bits:g}`" for bits in BITS} | {CALIBRATED: "`--bits 0.5 --calibrate`"}
+CALIBRATED = "calibrated"
+ROUNDED = "rounded"
+TITLES = SIGNS | {f"{ROUNDED}-{bits:g}": f"`--bits {bits:g} --no-distil`" for bits in BITS}
+TITLES |= {f"bits-{bits:g}": f"**`--bits {bits:g}`**" for bits in BITS}
+TITLES |= {f"{CALIBRATED}-{bits:g}": f"`--bits {bits:g} --calibrate`" for bits in (0.5, 1.0)}
 ROWS = tuple(TITLES)
 
 
@@ -67,9 +73,11 @@ def measured(net: Network, copy: Task, row: str, data: str) -> dict[str, Any]:
         signed(net, copy, row == "sign-channel")
         bits = None
     else:
-        images = training_images(splits.train, splits, preprocessing, CALIBRATION) if row == CALIBRATED else None
-        bits = float(row.rpartition("-")[2])
-        made = compress(net, "made", copy, bits=bits, calibrate_on=images)
+        kind, _, given = row.partition("-")
+        images: Any = None if kind == ROUNDED else DRAWINGS
+        if kind == CALIBRATED:
+            images = training_images(splits.train, splits, preprocessing, CALIBRATION)
+        made = compress(net, "made", copy, bits=float(given), calibrate_on=images)
         archive = pack_task(made.task, "0" * 64)
         bits = inspect_archive(archive, len(to_bytes(archive))).bits_per_weight
     spent = time.process_time() - begun
@@ -104,19 +112,26 @@ def table(results: dict[str, Any]) -> str:
 
 
 def figure(results: dict[str, Any], path: Path) -> None:
-    """Plot accuracy kept against bits per weight."""
+    """Plot the mean accuracy kept against bits per weight, one line per way to compress."""
+
+    def mean_kept(row: str) -> float | None:
+        kept = [share for share in shares(results, row) if share is not None]
+        return mean(kept) if len(kept) == len(results["domains"]) else None
 
     def panel(axes: Any) -> None:
-        for index, name in enumerate(results["domains"]):
-            points = [(bits, shares(results, f"bits-{bits:g}")[index]) for bits in BITS]
-            axes.plot(*zip(*[point for point in points if point[1] is not None], strict=True), marker="o", label=name)
-        signs = [share for share in shares(results, "sign") if share is not None]
-        axes.plot([1.0] * len(signs), signs, "kx", label="one sign (BitDelta)")
-        axes.set(xscale="log", xlabel="bits per weight, head apart", ylabel="accuracy kept, %")
+        lines = {"bits": "distilled on drawings", CALIBRATED: "distilled on images", ROUNDED: "rounded"}
+        for kind, label in lines.items():
+            points = [(bits, found) for bits in BITS if (found := mean_kept(f"{kind}-{bits:g}")) is not None]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o", label=label)
+        for row, marker in zip(SIGNS, "x+", strict=True):
+            if (found := mean_kept(row)) is not None:
+                axes.plot([1.0], [found], f"k{marker}", label=SIGNS[row])
+        axes.set(xscale="log", xlabel="bits per weight, head apart", ylabel="accuracy kept, mean of five domains, %")
         axes.set_xticks(BITS, [f"{bits:g}" for bits in BITS], minor=False)
         axes.legend()
 
-    save(draw([[panel]], "Fine-tuned copies, compressed without data"), path)
+    save(draw([[panel]], "Fine-tuned copies as tasks"), path)
 
 
 def main() -> None:

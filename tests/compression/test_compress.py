@@ -1,7 +1,9 @@
 """Compression of fine-tuned copies, with and without data, from every kind of source."""
 
 import json
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from images import bitgraft, exit_code, furnish, photos
@@ -12,13 +14,16 @@ from torch.utils.data import TensorDataset
 
 from bitgraft import BackboneError, Network, TaskError, compress
 from bitgraft.compression.distil import CALIBRATION, Unlabelled, distillation_loss
+from bitgraft.compression.drawings import Drawings, coloured_noise
 from bitgraft.compression.input_means import solve_means
+from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.errors import ClassesError, WrongBackboneError
 from bitgraft.format.inspect import inspect_file
 from bitgraft.store import Store
 from bitgraft.transforms.base import Weight
 from bitgraft.transforms.levels import Levels
 
+rounded = partial(compress, calibrate_on=None)
 WIDE = 160  # so that the header of a file takes less than half a bit of each weight
 
 
@@ -61,7 +66,7 @@ def test_rounding_keeps_output_means_without_data(moved):
         state["norm1.bias"] -= scale * (change * mean).flatten(1).sum(1)
     copy = tiny(width=WIDE)
     copy.load_state_dict(state)
-    compress(net, "small", state, bits=1.0)
+    rounded(net, "small", state, bits=1.0)
     with torch.no_grad():
         inner = (slice(None), slice(None), slice(1, -1), slice(1, -1))  # padding has another mean
         module = net.export("small")
@@ -92,7 +97,7 @@ def net() -> Network:
 
 def test_head_and_biases_are_copied_and_the_rest_is_close(net):
     before, state = snapshot(net.backbone), finetuned(net)
-    made = compress(net, "small", state, bits=2)
+    made = rounded(net, "small", state, bits=2)
     tensors = {name: tensor.detach() for name, tensor in made.task.tensors().items()}
     for name in ("fc.weight", "fc.bias", "pointwise.bias"):
         assert torch.equal(tensors[name], state[name])
@@ -111,7 +116,7 @@ def test_head_and_biases_are_copied_and_the_rest_is_close(net):
 
 @pytest.mark.parametrize("bits", [0.9, 2, 4])
 def test_the_file_has_the_requested_size_and_the_same_outputs(net, bits, tmp_path):
-    made = compress(net, "small", finetuned(net), ["a", "b", "c", "d"], bits=bits)
+    made = rounded(net, "small", finetuned(net), ["a", "b", "c", "d"], bits=bits)
     said = run(net.eval(), batch(), task="small")
     net.save_task("small", tmp_path / "small.safetensors")
     found = inspect_file(tmp_path / "small.safetensors")
@@ -128,20 +133,20 @@ def test_the_file_has_the_requested_size_and_the_same_outputs(net, bits, tmp_pat
 
 def test_more_bits_keep_more(net):
     state = finetuned(net)
-    kept = [compress(net, f"small{bits}", state, bits=bits).kept for bits in (0.8, 1.5, 4)]
+    kept = [rounded(net, f"small{bits}", state, bits=bits).kept for bits in (0.8, 1.5, 4)]
     assert kept[0] < kept[1] < kept[2]
 
 
 def test_bits_that_cannot_be_met_leave_no_task(net):
     with pytest.raises(TaskError, match=r"bits=0.1 cannot be met: norm layers and the header alone take \d\.\d+ bits"):
-        compress(net, "small", finetuned(net), bits=0.1)
+        rounded(net, "small", finetuned(net), bits=0.1)
     with pytest.raises(TaskError, match="bits=9: give a number from"):
-        compress(net, "small", finetuned(net), bits=9)
+        rounded(net, "small", finetuned(net), bits=9)
     assert not net.tasks
 
 
 def test_a_copy_that_changed_nothing_is_the_backbone(net):
-    made = compress(net, "same", net.backbone)
+    made = rounded(net, "same", net.backbone)
     assert made.kept == 1.0
     torch.testing.assert_close(run(net.eval(), batch(), task="same"), run(net.backbone, batch()))
 
@@ -166,8 +171,8 @@ def test_copies_from_everywhere_give_the_same_task(net, source, tmp_path):
         save_file({n: t.half() if t.is_floating_point() else t for n, t in state.items()}, given)
     elif source == "task file":
         net.save_task("copy", given)
-    task = compress(net, "small", given).task
-    expected = compress(net, "expected", state).task
+    task = rounded(net, "small", given).task
+    expected = rounded(net, "expected", state).task
     assert task.metadata.classes == expected.metadata.classes
     answers = [run(net.eval(), batch(), task=name) for name in ("small", "expected")]
     torch.testing.assert_close(*answers, rtol=0, atol=5e-2 if source == "half" else 0)
@@ -183,7 +188,7 @@ def test_a_linear_head_after_features_is_kept(tmp_path):
     net.add_task("copy", classes=3, method="finetune")
     learn(net, "copy", batch(8), steps=2)
     head = net.tasks["copy"].head.state_dict()
-    small = compress(net, "small", net.tasks["copy"]).task
+    small = rounded(net, "small", net.tasks["copy"]).task
     assert small.metadata.head == "linear"
     assert all(torch.equal(tensor, head[name]) for name, tensor in small.head.state_dict().items())
 
@@ -216,31 +221,31 @@ def broken(state: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]:
 )
 def test_copies_that_do_not_fit_are_refused_by_name(net, how, said):
     with pytest.raises(BackboneError, match=said):
-        compress(net, "small", broken(finetuned(net), how))
+        rounded(net, "small", broken(finetuned(net), how))
     assert not net.tasks
 
 
 def test_other_refusals(net, tmp_path):
     state = finetuned(net)
     with pytest.raises(ClassesError, match=r"'fc', has 4 outputs, but 3 classes were given"):
-        compress(net, "small", state, ["a", "b", "c"])
-    compress(net, "small", state)
+        rounded(net, "small", state, ["a", "b", "c"])
+    rounded(net, "small", state)
     with pytest.raises(TaskError, match="there is a task 'small' already"):
-        compress(net, "small", state)
+        rounded(net, "small", state)
     with pytest.raises(TaskError, match="no option 'perr'; did you mean 'per'"):
-        compress(net, "other", state, perr="channel")
+        rounded(net, "other", state, perr="channel")
     net.add_task("series", classes=4, method="adapters-series")
     with pytest.raises(TaskError, match="method 'adapters-series' adds layers"):
-        compress(net, "other", net.tasks["series"])
+        rounded(net, "other", net.tasks["series"])
     elsewhere = Network(tiny(seed=3, width=WIDE))
     with pytest.raises(TaskError, match="does not belong to this network"):
-        compress(elsewhere, "other", net.tasks["small"])
+        rounded(elsewhere, "other", net.tasks["small"])
     net.save_task("small", tmp_path / "small.safetensors")
     with pytest.raises(WrongBackboneError, match="fingerprint"):
-        compress(elsewhere, "other", tmp_path / "small.safetensors")
+        rounded(elsewhere, "other", tmp_path / "small.safetensors")
     (tmp_path / "text").write_text("hello")
     with pytest.raises(BackboneError, match="cannot load the weights"):
-        compress(net, "other", tmp_path / "text")
+        rounded(net, "other", tmp_path / "text")
     assert set(net.tasks) == {"small", "series"}
 
 
@@ -258,13 +263,13 @@ def test_tied_weights_must_stay_tied():
     net = Network(Tied().eval(), example=(1, 99))
     state = {name: tensor + 0.1 for name, tensor in net.backbone.state_dict().items()}
     del state["two.weight"]  # as safetensors' save_model has it
-    assert compress(net, "small", state, bits=4).kept > 0.9
+    assert rounded(net, "small", state, bits=4).kept > 0.9
     with pytest.raises(BackboneError, match=r"'two.weight' and 'one.weight' differ in"):
-        compress(net, "other", {**state, "two.weight": state["one.weight"] + 1})
+        rounded(net, "other", {**state, "two.weight": state["one.weight"] + 1})
 
 
 def test_a_copy_of_another_pretraining_is_compressed_with_a_warning(net):
-    (warning,) = compress(net, "small", tiny(seed=5, width=WIDE)).warnings
+    (warning,) = rounded(net, "small", tiny(seed=5, width=WIDE)).warnings
     assert "was it fine-tuned from these?" in warning
 
 
@@ -278,7 +283,7 @@ def images(count: int = 24) -> TensorDataset:
 def test_calibration_brings_answers_nearer_and_leaves_the_head(net):
     state = finetuned(net)
     state["fc.weight"] *= 50  # so that features matter to the scores
-    compress(net, "first", state)
+    rounded(net, "first", state)
     config = CALIBRATION.changed(steps=60, batch=8)
     made = compress(net, "small", state, calibrate_on=images(), config=config, test=images())
     task = made.task
@@ -328,6 +333,73 @@ def test_soft_targets_against_the_definition():
     assert float(distillation_loss(given, wanted, 3.0)) == pytest.approx(float(slow), rel=1e-5)
 
 
+# Drawings
+
+
+def drawing(seed=0, epoch=0, index=0, **stated):
+    data = Drawings(Preprocessing.from_dict({"size": (24, 40), **stated}), seed)
+    data.set_epoch(epoch)
+    return data[index][0]
+
+
+def test_a_drawing_depends_on_seed_epoch_and_index_alone():
+    first = drawing()
+    assert torch.equal(first, drawing())
+    others = [drawing(seed=1), drawing(epoch=1), drawing(index=1)]
+    assert not any(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_drawings_are_images_of_the_given_size_and_range(channels):
+    mean, std = [0.25] * channels, [0.5] * channels
+    images = torch.stack([drawing(index=index, channels=channels, mean=mean, std=std) for index in range(30)])
+    assert images.shape == (30, channels, 24, 40)
+    pixels = images * 0.5 + 0.25
+    assert -1e-6 <= float(pixels.min()) < 0.05
+    assert 0.95 < float(pixels.max()) <= 1 + 1e-6
+    assert float(images.flatten(1).std(1).max()) > 0.3  # not flat
+
+
+def test_noise_has_the_stated_spectrum():
+    noise = coloured_noise(np.random.default_rng(0), 256, 256, 1.5)[:, :, 0]
+    power = np.abs(np.fft.fft2(noise)) ** 2
+    frequency = np.hypot(np.fft.fftfreq(256)[:, None], np.fft.fftfreq(256))
+    rings = [power[(low <= frequency) & (frequency < 1.2 * low)].mean() for low in (0.05, 0.2)]
+    assert np.log(rings[0] / rings[1]) / np.log(4) == pytest.approx(2 * 1.5, abs=0.3)  # power is amplitude squared
+    assert noise.mean() == pytest.approx(0, abs=1e-9)
+
+
+def test_distilling_on_drawings_brings_answers_nearer_without_data(net):
+    state = finetuned(net)
+    state["fc.weight"] *= 50
+    config = CALIBRATION.changed(steps=60, batch=8)
+    size = {"size": [12, 12], "mean": [0.5] * 3, "std": [0.25] * 3}
+    made = compress(net, "drawn", state, preprocessing=size, config=config)
+    assert len(made.history) == 1
+    rounded(net, "rounded", state, preprocessing=size)
+    again = compress(net, "again", state, preprocessing=size, config=config)
+    copy = tiny(width=WIDE)
+    copy.fc = nn.Linear(WIDE, 4)
+    copy.load_state_dict(state)
+    unseen = torch.stack([drawing(seed=7, index=i, **size) for i in range(32)])
+    with torch.no_grad():
+        wanted = copy.eval()(unseen)
+        far = {n: float(distillation_loss(run(net.eval(), unseen, task=n), wanted)) for n in ("drawn", "rounded")}
+    assert far["drawn"] < 0.8 * far["rounded"]
+    assert torch.equal(run(net.eval(), unseen, task="drawn"), run(net.eval(), unseen, task="again"))
+    assert not again.warnings
+
+
+def test_a_network_without_images_is_only_rounded_and_says_so():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(99, 99), nn.ReLU(), nn.Linear(99, 2))
+    net = Network(model.eval(), example=(1, 99))
+    state = {name: tensor + 0.1 for name, tensor in model.state_dict().items()}
+    made = compress(net, "small", state, bits=4)
+    assert made.history == []
+    assert made.warnings == ["the network takes no images, so its weights were only rounded; calibrate on its own data"]
+
+
 # The command
 
 
@@ -357,10 +429,12 @@ def command(place, monkeypatch, capsys):
 def test_a_task_of_another_store_into_a_new_one(command, place, tmp_path):
     store = str(tmp_path / "new")
     code, out, err = command(
-        "source/colours", "--backbone", "own_net:wide", "--task", "small", "--store", store, "--eval", "photos"
+        *["source/colours", "--backbone", "own_net:wide", "--task", "small", "--store", store, "--eval", "photos"],
+        *["--steps", "70", "--batch", "8"],
     )
     assert (code, err) == (0, "")
     assert "test accuracy: finetuned " in out
+    assert "epoch 1/1  distance " in out  # on drawings
     assert f"wrote {store}/small.safetensors" in out
     opened = Store(store)
     archive = opened.archive("small")
@@ -386,12 +460,15 @@ def test_plain_weights_with_calibration_as_json(command):
     assert 0.9 < report["bits_per_weight"] <= 1
     accuracy = Store("source").archive("colours").metrics["test"]["accuracy"]
     assert report["accuracy"]["finetuned"] == pytest.approx(accuracy)
-    again = json.loads(command("source/plain", "--task", "again", "--store", "source", "--json")[1])
+    again = json.loads(command("source/plain", "--task", "again", "--store", "source", "--no-distil", "--json")[1])
     assert again["finetuned_bytes"] == report["finetuned_bytes"]  # a whole network, whatever the copy's file holds
 
 
 def test_exported_weights_state_their_classes_and_size(command):
-    assert command("plain.safetensors", "--task", "exported", "--store", "source", "--eval", "photos")[0] == 0
+    assert (
+        command("plain.safetensors", "--task", "exported", "--store", "source", "--eval", "photos", "--no-distil")[0]
+        == 0
+    )
     metadata = Store("source").archive("exported").metadata
     assert metadata.classes == ("blue", "green", "red")
     assert metadata.preprocessing["size"] == [16, 16]
@@ -412,7 +489,7 @@ def test_data_of_other_classes_calibrates_but_does_not_measure(command, tmp_path
     ("args", "code", "said"),
     [
         ("bare.safetensors --task t --store nowhere", 2, "name the fine-tuned network with --backbone"),
-        ("bare.safetensors --task t --steps 9", 2, "need --calibrate DATA"),
+        ("bare.safetensors --task t --steps 9 --no-distil", 2, "--no-distil only rounds: leave out --calibrate, --st"),
         ("bare.safetensors --task t --bits 9", 2, "--bits must be at most 4"),
         ("bare.safetensors --task t --calibrate photos --eval photos", 2, "leave out --eval"),
         ("bare.safetensors --task t --store source --seed 99999999999999999999", 2, "at least 0 and below 2**63"),
@@ -438,5 +515,6 @@ def test_a_refused_command_leaves_no_trace(command, place, args, code, said):
 
 def test_classes_from_a_file_and_from_the_command_line(command):
     for name, names in (("a", "names.txt"), ("b", "blue, green,red")):
-        assert command("bare.safetensors", "--task", name, "--store", "source", "--classes", names)[0] == 0
+        store = ["--store", "source", "--no-distil"]
+        assert command("bare.safetensors", "--task", name, *store, "--classes", names)[0] == 0
         assert Store("source").archive(name).metadata.classes == ("blue", "green", "red")

@@ -7,7 +7,7 @@ import typer
 from typer import Argument, Option
 
 from bitgraft.cli import options as opt
-from bitgraft.cli.app import command, count, number, setting
+from bitgraft.cli.app import command, count, flag, number, setting
 from bitgraft.cli.output import megabytes, percent, show
 from bitgraft.training.callbacks import Callback, Plan
 
@@ -15,15 +15,17 @@ FINETUNED = "The fine-tuned copy: a file of weights, a task file, or STORE/TASK.
 BACKBONE = "The network that was fine-tuned, as for `bitgraft train`; only for a new store."
 CLASSES = "Class names in the order of the outputs: a file with one per line, or rose,tulip,..."
 BITS = "File size in bits per weight, without the head."
-CALIBRATE = "Distil the copy into the task on these images, and measure accuracy."
-RATE = "Learning rate of calibration, for the roles scores and norms; repeatable."
+CALIBRATE = "Distil on these images instead of drawings, and measure accuracy."
+ROUND = "Only round the weights: seconds instead of minutes, and less accurate."
+RATE = "Learning rate of distillation, for the roles scores and norms; repeatable."
 
 
 @command("""
   bitgraft compress finetuned.safetensors --backbone resnet50 --task flowers
   bitgraft compress finetuned.pth --task flowers --classes names.txt --eval photos
   bitgraft compress other-store/flowers --task flowers --bits 2
-  bitgraft compress finetuned.pth --task flowers --calibrate photos --bits 0.5""")
+  bitgraft compress finetuned.pth --task flowers --calibrate photos --bits 0.5
+  bitgraft compress finetuned.pth --task flowers --no-distil""")
 def compress(
     finetuned: Annotated[str, Argument(metavar="FINETUNED", help=FINETUNED, show_default=False)],
     task: Annotated[str, setting("NAME", "The new task's name.")],
@@ -34,8 +36,9 @@ def compress(
     classes: Annotated[str | None, setting("FILE|NAMES", CLASSES)] = None,
     evaluate: Annotated[str | None, Option("--eval", metavar="DATA", help="Measure accuracy before and after.")] = None,
     calibrate: Annotated[str | None, setting("DATA", CALIBRATE)] = None,
+    no_distil: Annotated[bool, flag("--no-distil", ROUND)] = False,
     bits: Annotated[float, number(BITS, 0.25, 4.0)] = 1.0,
-    steps: Annotated[int | None, count("Steps of calibration.")] = None,
+    steps: Annotated[int | None, count("Steps of distillation.")] = None,
     batch: opt.Batch = None,
     rate: Annotated[list[str] | None, setting("[ROLE=]VALUE", RATE)] = None,
     seed: opt.Seed = None,
@@ -49,13 +52,14 @@ def compress(
     """Turn a fine-tuned copy of the backbone into a task.
 
     Needs no data: the change of each weight is rounded to a whole number of steps, mostly 0, to fit the bits; biases
-    correct the mean of each channel; the head is the copy's. With --calibrate, weights and norm layers are then trained
-    on images to match the copy's scores; labels are used only to measure accuracy.
+    correct the mean of each channel; the head is the copy's. Weights and norm layers are then trained to match the
+    copy's scores, on random drawings or, more accurately, on the images of --calibrate. Their labels are used only to
+    measure accuracy.
     """
     if evaluate is not None and calibrate is not None:
         raise typer.BadParameter("--calibrate also measures accuracy: leave out --eval")
-    if calibrate is None and (steps or batch or rate):
-        raise typer.BadParameter("--steps, --batch and --rate need --calibrate DATA")
+    if no_distil and (calibrate or steps or batch or rate):
+        raise typer.BadParameter("--no-distil only rounds: leave out --calibrate, --steps, --batch and --rate")
     options, rates = opt.method_options("full", option), opt.by_role(rate, "--rate")
 
     from bitgraft.compression.distil import CALIBRATION
@@ -75,7 +79,7 @@ def compress(
         task,
         classes=_names(classes),
         data=calibrate or evaluate,
-        calibrate=calibrate is not None,
+        distil_on="data" if calibrate else None if no_distil else "drawings",
         bits=bits,
         config=config,
         options=options,

@@ -1,19 +1,21 @@
-"""Compress a fine-tuned copy of a backbone to a task, without data or calibrated on images."""
+"""Compress a fine-tuned copy of a backbone to a task: round its change, then distil the copy on images or drawings."""
 
 import glob
 import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from bitgraft.backbone.layers import COUNTER
 from bitgraft.compression.distil import CALIBRATION, calibrate
+from bitgraft.compression.drawings import Drawings
 from bitgraft.compression.input_means import input_means, output_scale
 from bitgraft.compression.source import Classes, Finetuned, finetuned_task, values
+from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.format.rounding import compact, fit_to_bits
 from bitgraft.methods import registry
 from bitgraft.network import Network
@@ -25,6 +27,7 @@ from bitgraft.training.mean_shift_correction import corrected_weights
 from bitgraft.transforms.levels import Levels
 
 METHOD, BITS = "full", 1.0
+DRAWINGS: Literal["drawings"] = "drawings"
 SIMILAR = 0.5  # below this cosine, the copy was probably not fine-tuned from the backbone
 
 
@@ -41,15 +44,7 @@ class Compression:
     """Of the copy ("finetuned") and of the task ("compressed", or "calibrated"); empty without test data."""
     history: list[dict[str, Any]] = field(default_factory=list)
     """One record per epoch of calibration."""
-
-    @property
-    def warnings(self) -> list[str]:
-        if self.cosine >= SIMILAR:
-            return []
-        return [
-            f"the copy's weights have little in common with the backbone's (cosine {self.cosine:.2f}): was it "
-            "fine-tuned from these?"
-        ]
+    warnings: list[str] = field(default_factory=list)
 
 
 def compress(
@@ -59,7 +54,7 @@ def compress(
     classes: Classes | None = None,
     *,
     preprocessing: Mapping[str, Any] | None = None,
-    calibrate_on: Any = None,
+    calibrate_on: Any = DRAWINGS,
     config: Config = CALIBRATION,
     bits: float = BITS,
     test: Any = None,
@@ -71,15 +66,17 @@ def compress(
 
     Each transformed weight changes by integer steps, mostly 0, and norm layers by finer ones (method `full` with
     `bits`). Rounding shifts the mean of each channel; biases of norm layers correct that shift, which is computed
-    without data. The head and everything else that the copy changed are copied. The task is frozen.
+    without data. The head and everything else that the copy changed are copied. Then weights and norm layers learn the
+    copy's scores by distillation. The task is frozen.
 
     Args:
         finetuned: a task of the network, a module of the backbone's class or its state dict; or a file of plain
             weights, a task file, or "STORE/TASK".
         classes: names in the order of the copy's outputs, if the copy does not state them.
         preprocessing: if the copy does not state it; the backbone's by default.
-        calibrate_on: a Dataset of (image, anything), on which weights and norm layers learn the copy's scores.
-        config: for the calibration.
+        calibrate_on: what to distil on: a Dataset of (image, anything); "drawings", random shapes and strokes
+            for want of data; or None to only round, which takes seconds and loses more.
+        config: for the distillation.
         bits: the size of the file without the head, per transformed weight.
         test: a Dataset of (image, label) on which the copy and the task are evaluated.
         **options: of method `full`.
@@ -91,13 +88,15 @@ def compress(
             if test is not None:
                 made.accuracy[label] = evaluate(net, task, test, workers=workers)["accuracy"]
 
+        without_data = calibrate_on is None or calibrate_on == DRAWINGS
         try:
             measure("finetuned", copy.name)
-            if calibrate_on is not None:
+            images = _drawings(made, config.seed) if calibrate_on == DRAWINGS else calibrate_on
+            if images is not None:
                 fit_to_bits(made.task)
-                made.history = calibrate(net, name, copy.name, calibrate_on, config, callbacks, workers)
+                made.history = calibrate(net, name, copy.name, images, config, callbacks, workers)
             compact(made.task)
-            measure("compressed" if calibrate_on is None else "calibrated", name)
+            measure("compressed" if without_data else "calibrated", name)
             made.kept = _kept(made.task, values(copy))
         except BaseException:
             net.remove_task(name)
@@ -135,7 +134,23 @@ def _add_task(net: Network, name: str, copy: Task, classes: Classes | None, opti
         transform.scores.copy_(target[part] - ours)
         pairs.append((ours.double().flatten(), target[part].double().flatten()))
     _correct_mean_shift(task, target)
-    return Compression(task.eval(), 1.0, _cosine(pairs))
+    made = Compression(task.eval(), 1.0, _cosine(pairs))
+    if made.cosine < SIMILAR:
+        made.warnings.append(
+            f"the copy's weights have little in common with the backbone's (cosine {made.cosine:.2f}): was it "
+            "fine-tuned from these?"
+        )
+    return made
+
+
+def _drawings(made: Compression, seed: int) -> Drawings | None:
+    """Return drawings in the size of the task's images, or None with a warning if the network takes no images."""
+    task = made.task
+    first = next(iter(task.anatomy.weights.values()), None)
+    if first is None or first.kind != "conv" or len(first.kernel) != 2 or first.shape[1] not in (1, 3):
+        made.warnings.append("the network takes no images, so its weights were only rounded; calibrate on its own data")
+        return None
+    return Drawings(Preprocessing.from_dict({"channels": first.shape[1], **task.metadata.preprocessing}), seed)
 
 
 def _correct_mean_shift(task: Task, target: Mapping[str, Tensor]) -> None:

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from bitgraft.backbone.files import check_name
-from bitgraft.compression.compress import BITS, Compression, compress
+from bitgraft.compression.compress import BITS, DRAWINGS, Compression, compress
 from bitgraft.compression.distil import CALIBRATION
 from bitgraft.compression.source import find_file, finetuned_task, is_task_file
 from bitgraft.data.dataset import ImageDataset
@@ -34,8 +34,9 @@ class Job:
     task: str
     classes: Sequence[str] | None = None
     data: str | None = None
-    """A data set for measuring accuracy and for calibration."""
-    calibrate: bool = False
+    """A data set for measuring accuracy, and for distillation if `distil_on` is "data"."""
+    distil_on: Literal["drawings", "data"] | None = DRAWINGS
+    """None only rounds the weights."""
     bits: float = BITS
     """File size in bits per weight, without the head."""
     config: Config = CALIBRATION
@@ -80,7 +81,7 @@ def run(
             job.task,
             copy,
             classes,
-            calibrate_on=training,
+            calibrate_on=job.distil_on if training is None else training,
             config=job.config,
             bits=job.bits,
             test=test,
@@ -111,7 +112,7 @@ def _data(copy: Task, splits: Splits | None, job: Job) -> tuple[Any, Any, str | 
     if splits is None:
         return None, None, None, []
     preprocessing = Preprocessing.from_dict(copy.metadata.preprocessing)
-    training = training_images(splits.train, splits, preprocessing, job.config) if job.calibrate else None
+    training = training_images(splits.train, splits, preprocessing, job.config) if job.distil_on == "data" else None
     split = "test" if splits.test and min(splits.test.labels) >= 0 else "val"
     if not getattr(splits, split):
         return training, None, None, ["accuracy was not measured: there are no test or validation images with labels"]
