@@ -43,6 +43,26 @@ def test_the_step_is_the_least_squares_fit_and_freezing_changes_nothing():
     assert torch.equal(made(weight), before)
 
 
+def test_frozen_levels_take_a_bit_per_weight_and_a_byte_per_change():
+    made = levels((400, 500))
+    made.cell.fill_(0.03)
+    expected = made.parts()["levels"]
+    made.freeze()
+    assert torch.equal(made.parts()["levels"], expected)
+    held = sum(buffer.nbytes for buffer in made.buffers())
+    assert held == 400 * 500 / 8 + int((expected != 0).sum()) + 4
+
+
+def test_a_state_dict_of_frozen_levels_loads_into_others_with_more_changes():
+    weight, (one, other) = torch.randn(40, 50), (levels(seed=1), levels(seed=2))
+    one.cell.fill_(0.03)
+    other.cell.fill_(0.01)
+    one.freeze()
+    other.freeze()
+    one.load_state_dict(other.state_dict())
+    assert torch.equal(one(weight), other(weight))
+
+
 def test_gradients_are_straight_through_and_hardness_interpolates():
     made, weight = levels().train(), torch.randn(40, 50)
     made.cell.fill_(0.02)

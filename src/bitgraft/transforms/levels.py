@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from bitgraft.errors import TaskError
 from bitgraft.transforms.base import ScoredTransform, Weight, widened
+from bitgraft.transforms.bits import pack, unpack
 
 MAX_LEVEL = 127
 ALL_ZERO = 1e30  # a cell so wide that every level is 0
@@ -43,11 +44,13 @@ class Levels(ScoredTransform):
     """W~ = W + step Q with integer levels Q, most of them 0.
 
     In training it holds R (`scores`), the change that fine-tuning would make, and the width of a cell. Q is R rounded
-    to whole cells, and `step` is the least-squares fit of step Q to R. Frozen, it holds Q in 8 bits and `step`.
+    to whole cells, and `step` is the least-squares fit of step Q to R. Frozen, it holds `step`, and Q as one bit per
+    weight for what is not 0 (`changed`) and a byte for each of these (`values`).
     """
 
     cell: Tensor | None
-    levels: Tensor | None
+    changed: Tensor | None
+    values: Tensor | None
     step: Tensor | None
 
     def __init__(self, weight: Weight, scores: Tensor | None) -> None:
@@ -55,8 +58,8 @@ class Levels(ScoredTransform):
         self.weight = weight
         self.register_parameter("scores", None if scores is None else nn.Parameter(scores))
         self.register_buffer("cell", None if scores is None else torch.tensor(ALL_ZERO, device=scores.device))
-        self.register_buffer("levels", None)
-        self.register_buffer("step", None)
+        for name in ("changed", "values", "step"):
+            self.register_buffer(name, None)
 
     def forward(self, weight: Tensor) -> Tensor:
         change = self.change()
@@ -74,8 +77,9 @@ class Levels(ScoredTransform):
     @torch.no_grad()
     def _quantized(self) -> tuple[Tensor, Tensor]:
         """Return Q and its step."""
-        if self.levels is not None and self.step is not None:
-            return self.levels, self.step
+        if self.changed is not None and self.values is not None and self.step is not None:
+            levels = torch.zeros(self.weight.shape, dtype=torch.int8, device=self.values.device)
+            return levels.masked_scatter_(unpack(self.changed, self.weight.shape), self.values), self.step
         assert self.scores is not None
         assert self.cell is not None
         levels = quantize(self.scores.detach(), self.cell)
@@ -88,7 +92,7 @@ class Levels(ScoredTransform):
         return math.ceil(self.weight.shape.numel() * float(entropy(counts))) + 32
 
     def parts(self) -> dict[str, Tensor]:
-        if self.levels is None and self.scores is None:
+        if self.values is None and self.scores is None:
             return self._empty_parts()
         levels, step = self._quantized()
         return {"levels": levels.to(torch.int8), "step": step}
@@ -98,7 +102,15 @@ class Levels(ScoredTransform):
 
     def _hold(self, parts: Mapping[str, Tensor]) -> None:
         self.scores = self.cell = None
-        self.levels, self.step = parts["levels"], parts["step"]
+        levels = parts["levels"]
+        changed = levels != 0
+        self.changed, self.values, self.step = pack(changed), levels[changed], parts["step"]
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        given = state_dict.get(f"{prefix}values")
+        if given is not None and self.values is not None:
+            self.values = self.values.new_empty(given.shape)  # another number of changed weights
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def fit_cells_to_file(levels: Sequence[Levels], bits: float, vectors: Sequence[Tensor], others: float | None) -> None:
