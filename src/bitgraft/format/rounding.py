@@ -21,7 +21,7 @@ from bitgraft.transforms.low_rank import LowRank
 from bitgraft.transforms.masked import Masked
 
 STEPS = 255
-NORM_STEP = 1 / 32  # relative to the root mean square of the norm's scale
+NORM_STEP = 1 / 64  # relative to the root mean square of the norm's scale
 ATTEMPTS = 12
 RESERVED = 256  # bytes for metrics that are added later
 Parts = dict[str, dict[str, Tensor]]

@@ -116,12 +116,12 @@ class Levels(ScoredTransform):
 def fit_cells_to_file(levels: Sequence[Levels], bits: float, vectors: Sequence[Tensor], others: float | None) -> None:
     """Choose the cells so that the task file takes `bits` per weight, of which everything but Q takes `others` in all.
 
-    If `others` is None it is estimated: 1000 bytes of header plus 86 per tensor, and 5 bits per value of the norm
+    If `others` is None it is estimated: 1000 bytes of header plus 86 per tensor, and 6 bits per value of the norm
     layers' `vectors`.
     """
     weights = sum(one.weight.shape.numel() for one in levels)
     if others is None:
-        others = 8 * (1000 + 86 * (len(levels) + len(vectors))) + 5 * sum(vector.numel() for vector in vectors)
+        others = 8 * (1000 + 86 * (len(levels) + len(vectors))) + 6 * sum(vector.numel() for vector in vectors)
         if others >= bits * weights:
             raise TaskError(
                 f"bits={bits} cannot be met: norm layers and the header alone take about {others / weights:.2f} bits "
