@@ -390,14 +390,30 @@ def test_distilling_on_drawings_brings_answers_nearer_without_data(net):
     assert not again.warnings
 
 
-def test_a_network_without_images_is_only_rounded_and_says_so():
+@pytest.mark.parametrize("kind", ["linear", "detector"])
+def test_a_network_that_takes_no_images_is_only_rounded_and_says_so(kind):
+    class Detector(nn.Module):
+        """Answers a list of images with a list of boxes."""
+
+        def __init__(self):
+            super().__init__()
+            self.body, self.boxes = nn.Conv2d(3, 200, 3), nn.Conv2d(200, 4, 3)
+
+        def forward(self, images):
+            boxes = self.boxes(self.body(torch.stack(list(images))).relu()).amax((2, 3))
+            return boxes if torch.jit.is_tracing() else [{"boxes": box[None]} for box in boxes]
+
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(99, 99), nn.ReLU(), nn.Linear(99, 2))
-    net = Network(model.eval(), example=(1, 99))
-    state = {name: tensor + 0.1 for name, tensor in model.state_dict().items()}
+    if kind == "linear":
+        net, head = Network(nn.Sequential(nn.Linear(99, 99), nn.ReLU(), nn.Linear(99, 2)).eval(), example=(1, 99)), "2"
+    else:
+        net, head = Network(Detector().eval(), example=(1, 3, 8, 8), head="boxes"), "boxes"
+    state = {name: tensor + 0.1 for name, tensor in net.backbone.state_dict().items()}
     made = compress(net, "small", state, bits=4)
+    assert net.anatomy.head == head
     assert made.history == []
-    assert made.warnings == ["the network takes no images, so its weights were only rounded; calibrate on its own data"]
+    (warning,) = made.warnings
+    assert warning.startswith("weights were only rounded, because the network has no scores for random images (")
 
 
 # The command

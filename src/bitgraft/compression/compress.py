@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from bitgraft.backbone.layers import COUNTER
+from bitgraft.backbone.tracing import logits
 from bitgraft.compression.distil import CALIBRATION, calibrate
 from bitgraft.compression.drawings import Drawings
 from bitgraft.compression.input_means import input_means, output_scale
 from bitgraft.compression.source import Classes, Finetuned, finetuned_task, values
 from bitgraft.data.preprocessing import Preprocessing
+from bitgraft.errors import BackboneError
 from bitgraft.format.rounding import compact, fit_to_bits
 from bitgraft.methods import registry
 from bitgraft.network import Network
@@ -91,7 +93,7 @@ def compress(
         without_data = calibrate_on is None or calibrate_on == DRAWINGS
         try:
             measure("finetuned", copy.name)
-            images = _drawings(made, config.seed) if calibrate_on == DRAWINGS else calibrate_on
+            images = _drawings(net, made, copy, config.seed) if calibrate_on == DRAWINGS else calibrate_on
             if images is not None:
                 fit_to_bits(made.task)
                 made.history = calibrate(net, name, copy.name, images, config, callbacks, workers)
@@ -143,14 +145,22 @@ def _add_task(net: Network, name: str, copy: Task, classes: Classes | None, opti
     return made
 
 
-def _drawings(made: Compression, seed: int) -> Drawings | None:
-    """Return drawings in the size of the task's images, or None with a warning if the network takes no images."""
-    task = made.task
-    first = next(iter(task.anatomy.weights.values()), None)
-    if first is None or first.kind != "conv" or len(first.kernel) != 2 or first.shape[1] not in (1, 3):
-        made.warnings.append("the network takes no images, so its weights were only rounded; calibrate on its own data")
+@torch.no_grad()
+def _drawings(net: Network, made: Compression, copy: Task, seed: int) -> Drawings | None:
+    """Return drawings in the size of the copy's images, or None with a warning if it gives no scores for them."""
+    try:
+        drawings = Drawings(Preprocessing.from_dict(copy.metadata.preprocessing), seed)
+        images = torch.stack([drawings[0][0], drawings[1][0]]).to(net.anatomy.device)
+        if len(logits(net(images, task=copy.name))) != len(images):
+            raise BackboneError("it does not return one row of scores per image")
+    except Exception as cause:  # the user's forward can raise anything
+        reason = " ".join(str(cause).split())
+        made.warnings.append(
+            f"weights were only rounded, because the network has no scores for random images ({reason}): calibrate on "
+            "data of its own"
+        )
         return None
-    return Drawings(Preprocessing.from_dict({"channels": first.shape[1], **task.metadata.preprocessing}), seed)
+    return drawings
 
 
 def _correct_mean_shift(task: Task, target: Mapping[str, Tensor]) -> None:
