@@ -19,7 +19,7 @@ from bitgraft.training.presets import PAPER
 
 CALIBRATION = PAPER.changed(
     steps=300,
-    rates={"scores": 1e-4, "k": 3e-4, "k1": 3e-5, "norms": 1e-3, "weights": 1e-4, "head": 0.0},
+    rates={"scores": 5e-4, "k": 3e-4, "k1": 3e-5, "norms": 1e-3, "weights": 1e-4, "head": 0.0},
     optimizers=dict.fromkeys(ROLES, "adam"),
     eps=1e-12,
     schedule="cosine",
