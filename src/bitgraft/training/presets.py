@@ -90,12 +90,13 @@ _CORRECTED: Mapping[str, Mapping[str, Any]] = {
     "simple": _MASKS,
     "piggyback-bn": {"rates": {"scores": 5e-4}},
     "lora": {"rates": {"weights": 1e-2}, "eps": 1e-4},
+    "norms": {"rates": {"norms": 1e-2}},
 }
 BY_METHOD: Mapping[tuple[str, str], Mapping[str, Any]] = {
     **{("quick-uncorrected", method): given for method, given in _RATES.items()},
     **{(name, method): given for name in ("default", "quick") for method, given in _CORRECTED.items()},
 }
-"""(preset, method) -> changed settings; docs/results/quick.md has the grid they were chosen from."""
+"""(preset, method) -> changed settings; docs/results/quick.md and domains.md have the grids they were chosen from."""
 PRESETS = {
     "default": DEFAULT,
     "quick": QUICK,
