@@ -62,7 +62,7 @@ def compress(
         raise typer.BadParameter("--no-distil only rounds: leave out --calibrate, --steps, --batch and --rate")
     options, rates = opt.method_options("full", option), opt.by_role(rate, "--rate")
 
-    from bitgraft.compression.distil import CALIBRATION
+    from bitgraft.compression.distil import CALIBRATION, ON_DRAWINGS
     from bitgraft.errors import TrainingError
     from bitgraft.format.inspect import inspect_file
     from bitgraft.store import Store
@@ -71,7 +71,7 @@ def compress(
     changes = {"steps": steps, "batch": batch, "seed": seed, "size": size, "resize": resize}
     given = {name: value for name, value in changes.items() if value is not None}
     try:
-        config = CALIBRATION.changed(**given, rates=rates)
+        config = (CALIBRATION if calibrate else ON_DRAWINGS).changed(**given, rates=rates)
     except TrainingError as error:
         raise typer.BadParameter(str(error)) from error
     job = Job(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bitgraft.backbone.layers import COUNTER
 from bitgraft.backbone.tracing import logits
-from bitgraft.compression.distil import CALIBRATION, calibrate
+from bitgraft.compression.distil import CALIBRATION, ON_DRAWINGS, calibrate
 from bitgraft.compression.drawings import Drawings
 from bitgraft.compression.input_means import input_means, output_scale
 from bitgraft.compression.source import Classes, Finetuned, finetuned_task, values
@@ -57,7 +57,7 @@ def compress(
     *,
     preprocessing: Mapping[str, Any] | None = None,
     calibrate_on: Any = DRAWINGS,
-    config: Config = CALIBRATION,
+    config: Config | None = None,
     bits: float = BITS,
     test: Any = None,
     callbacks: Sequence[Callback] = (),
@@ -78,7 +78,7 @@ def compress(
         preprocessing: if the copy does not state it; the backbone's by default.
         calibrate_on: what to distil on: a Dataset of (image, anything); "drawings", random shapes and strokes
             for want of data; or None to only round, which takes seconds and loses more.
-        config: for the distillation.
+        config: for the distillation; by default `distil.CALIBRATION`, or `distil.ON_DRAWINGS`.
         bits: the size of the file without the head, per transformed weight.
         test: a Dataset of (image, label) on which the copy and the task are evaluated.
         **options: of method `full`.
@@ -91,6 +91,7 @@ def compress(
                 made.accuracy[label] = evaluate(net, task, test, workers=workers)["accuracy"]
 
         without_data = calibrate_on is None or calibrate_on == DRAWINGS
+        config = config or (ON_DRAWINGS if without_data else CALIBRATION)
         try:
             measure("finetuned", copy.name)
             images = _drawings(net, made, copy, config.seed) if calibrate_on == DRAWINGS else calibrate_on
