@@ -9,7 +9,7 @@ import torch
 
 from bitgraft.backbone.files import check_name
 from bitgraft.compression.compress import BITS, DRAWINGS, Compression, compress
-from bitgraft.compression.distil import CALIBRATION
+from bitgraft.compression.distil import ON_DRAWINGS
 from bitgraft.compression.source import find_file, finetuned_task, is_task_file
 from bitgraft.data.dataset import ImageDataset
 from bitgraft.data.images import Splits
@@ -39,7 +39,7 @@ class Job:
     """None only rounds the weights."""
     bits: float = BITS
     """File size in bits per weight, without the head."""
-    config: Config = CALIBRATION
+    config: Config = ON_DRAWINGS
     options: Mapping[str, Any] = field(default_factory=dict)
     workers: int = 0
     overwrite: bool = False
