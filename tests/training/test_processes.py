@@ -12,7 +12,7 @@ from launching import TORCHRUN, launched
 
 TESTS = str(Path(__file__).parents[1])
 HEAD = f"""
-import sys, time, torch
+import os, sys, time, torch
 from pathlib import Path
 sys.path.insert(0, {TESTS!r})
 torch.set_num_threads(1)
@@ -30,6 +30,7 @@ TAIL = """
 torch.save(all_found, f"{world}-{rank}.pt")
 if world > 1:
     torch.distributed.destroy_process_group()
+    os._exit(0)  # gloo's threads can abort the interpreter as it ends (pytorch pull request 179291)
 """
 
 
