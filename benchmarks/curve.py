@@ -102,8 +102,9 @@ def panel(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
             row["bits"], row["accuracy"], row["spread"] or 0, fmt="o", color=colour, markersize=size, capsize=2
         )
         label = {"ha": "center", "weight": weight, "color": colour if colour != "grey" else "black"}
-        above = -17 if row["row"].startswith("Full at") else 8  # names of neighbours must not meet
-        axes.annotate(row["row"], (row["bits"], row["accuracy"]), (0, above), textcoords="offset points", **label)
+        above = -17 if row["row"].startswith(("Full at", "LoRA")) else 8  # names of neighbours must not meet
+        name = row["row"].removeprefix("Full at ")
+        axes.annotate(name, (row["bits"], row["accuracy"]), (0, above), textcoords="offset points", **label)
     axes.set(xscale="log", xlabel="bits per weight that a task adds", ylabel="mean accuracy, %", title=title)
     ticks = [0.25, 0.5, 1, 2, 4, 8, 16, 32]
     axes.set_xticks(ticks, ["¼", "½", *map(str, ticks[2:])])
