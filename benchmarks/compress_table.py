@@ -124,14 +124,15 @@ def figure(results: dict[str, Any], path: Path) -> None:
             points = [(bits, found) for bits in BITS if (found := mean_kept(f"{kind}-{bits:g}")) is not None]
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", label=label)
-        for row, marker in zip(SIGNS, "x+", strict=True):
+        for row, marker, label in zip(SIGNS, "x+", ("sign per layer (BitDelta)", "sign per channel"), strict=True):
             if (found := mean_kept(row)) is not None:
-                axes.plot([1.0], [found], f"k{marker}", label=SIGNS[row])
-        axes.set(xscale="log", xlabel="bits per weight, head apart", ylabel="accuracy kept, mean of five domains, %")
-        axes.set_xticks(BITS, [f"{bits:g}" for bits in BITS], minor=False)
-        axes.legend()
+                axes.plot([1.0], [found], f"k{marker}", label=label)
+        axes.set(xscale="log", xlabel="bits per weight, head apart", ylabel="accuracy kept, %")
+        axes.set_xticks(BITS, [f"{bits:g}" for bits in BITS])
+        axes.set_xticks([], minor=True)
+        axes.legend(loc="lower right", fontsize="small")
 
-    save(draw([[panel]], "Fine-tuned copies as tasks"), path)
+    save(draw([[panel]], "Fine-tuned copies as tasks, mean of five domains"), path)
 
 
 def main() -> None:
