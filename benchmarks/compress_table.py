@@ -35,10 +35,7 @@ from bitgraft.training.inputs import training_images
 
 DOMAINS = {"flowers": "vgg-flowers", "gtsrb": "gtsrb", "dtd": "dtd", "omniglot": "omniglot", "sketches": None}
 RESULTS, PAGE = Path("benchmarks/results/compress.json"), Path("docs/results/compress.md")
-SIGNS = {
-    "sign": "one sign and a scale per layer (BitDelta)",
-    "sign-channel": "one sign and a scale per channel",
-}  # 1 bit
+SIGNS = {"sign": "one sign and a scale per layer (BitDelta)", "sign-channel": "one sign and a scale per channel"}
 BITS = (0.25, 0.5, 1.0, 2.0, 4.0)
 CALIBRATED = "calibrated"
 ROUNDED = "rounded"

@@ -16,7 +16,7 @@ BACKBONE = "The network that was fine-tuned, as for `bitgraft train`; only for a
 CLASSES = "Class names in the order of the outputs: a file with one per line, or rose,tulip,..."
 BITS = "File size in bits per weight, without the head."
 CALIBRATE = "Distil on these images instead of drawings, and measure accuracy."
-ROUND = "Only round the weights: seconds instead of minutes, and less accurate."
+ROUND = "Only round the weights: seconds instead of minutes, less accurate at one bit."
 RATE = "Learning rate of distillation, for the roles scores and norms; repeatable."
 
 
