@@ -144,7 +144,7 @@ def _facts(task: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "size", f"{megabytes(task['size'])}: {by_kind}"
     if task["weights"]:
         yield "weights with steps" if task["bytes"]["levels"] else "weights under masks", f"{task['weights']:,}"
-        yield "bits per weight", f"{task['bits_per_weight']:.3f}, without the head"
+        yield "bits per weight", f"{task['bits_per_weight']:.3f}, without head and description"
     if task.get("density") is not None:
         yield "share changed" if task["bytes"]["levels"] else "share of ones", f"{task['density']:.3f}"
 

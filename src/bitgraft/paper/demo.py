@@ -173,7 +173,7 @@ def _print(found: Findings, store: Store, console: Console) -> None:
     for line in results.lines:
         drawn.add_row(line.title, *(cell.text for cell in line.cells))
     console.print(drawn)
-    console.print("bits per weight: the file without the head; separate copy: a whole network with this task's head")
+    console.print("bits per weight: without head and description; separate copy: a whole network with this task's head")
     console.print(f"ImageNet scores of the backbone before and after: {'bit-identical' if found.same else 'CHANGED'}")
     for shown in found.shown.values():
         same = "bit-identical" if shown.same else "DIFFERENT"

@@ -60,7 +60,7 @@ def model_card(store: Store, task: str, repo: str, licence: str | None = None) -
         "classes": None if metadata.classes is None else len(metadata.classes),
         "accuracy": None if share is None else f"{100 * share:.1f} % of {split} images",
         "backbone": f"{backbone}, fingerprint `{summary.backbone}`",
-        "size": f"{summary.size / 1e6:.2f} MB; without the head {bits:.2f} bits per weight of the backbone",
+        "size": f"{summary.size / 1e6:.2f} MB; without head and description {bits:.2f} bits per weight of the backbone",
         "input": json.dumps(dict(metadata.preprocessing)),
         "builds on": ", ".join(metadata.depends_on),
         "written by": f"bitgraft {__version__}",
