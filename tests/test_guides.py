@@ -37,6 +37,10 @@ def place(tmp_path, monkeypatch):
     torch.manual_seed(0)
 
 
+def test_every_guide_has_a_test():
+    assert {f"test_{page.stem}" for page in FOLDER.glob("*.md")} <= set(globals())
+
+
 def tensors(file):
     with safe_open(file, "pt") as opened:
         return set(opened.keys())
