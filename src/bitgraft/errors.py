@@ -78,7 +78,7 @@ class StoppedError(TrainingError):
 
 
 class DataWarning(UserWarning):
-    """The images can be used for training, but not to the best effect."""
+    """The images can be used for training, but the task may be poor."""
 
 
 class DataError(BitgraftError, ValueError):

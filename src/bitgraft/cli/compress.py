@@ -51,10 +51,9 @@ def compress(
 ) -> None:
     """Turn a fine-tuned copy of the backbone into a task.
 
-    Needs no data: the change of each weight is rounded to a whole number of steps, mostly 0, to fit the bits; biases
-    correct the mean of each channel; the head is the copy's. Weights and norm layers are then trained to match the
-    copy's scores, on random drawings or, more accurately, on the images of --calibrate. Their labels are used only to
-    measure accuracy.
+    Needs no data. The change of each weight is rounded to whole steps, mostly 0, to fit the bits, and biases correct
+    the mean of each channel. The head is the copy's. Weights and norm layers are then trained to match the copy's
+    scores, on random drawings or, more accurately, on the images of --calibrate, whose labels only measure accuracy.
     """
     if evaluate is not None and calibrate is not None:
         raise typer.BadParameter("--calibrate also measures accuracy: leave out --eval")

@@ -170,7 +170,7 @@ class Headed(nn.Module):
         return _cast(self.layer(*args, **kwargs), given)
 
     def ordinary(self, dtype: torch.dtype) -> nn.Module:
-        """Return the same without bitgraft classes, for a backbone of this dtype."""
+        """Return this head without bitgraft classes, for a backbone of this dtype."""
         return self.layer if self._own_dtype in (None, dtype) else as_graph(_Rounding(self.layer, self._own_dtype))
 
 

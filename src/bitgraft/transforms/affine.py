@@ -77,7 +77,7 @@ def compute_in_torch(one: Operands) -> Tensor:
 
 
 class StraightThrough(torch.autograd.Function):
-    """Return a W~ that is already computed, and in backward pass its gradient to k and, by the surrogate, to R.
+    """Return a W~ that is already computed, and in the backward pass its gradient to k and, by the surrogate, to R.
 
     It saves references to R, W and k: no copy, no mask.
     """
