@@ -84,6 +84,7 @@ def _use(page: Any, url: str, expect: Any, folder: Path, shots: Path | None) -> 
     page.set_input_files("#file", folder / "rose.jpg")
     expect(page.locator("#answers .card")).to_have_count(1)  # no task is chosen, so it is found
     expect(page.locator("#answers .card .soft")).to_contain_text("most likely: ")
+    expect(page.locator("#finding")).to_be_visible()
     expect(page.locator("#status")).to_contain_text("Task identified, 1 image")
     _shoot(page, shots, "found")
     for place in (1, 2, 3):
@@ -91,6 +92,7 @@ def _use(page: Any, url: str, expect: Any, folder: Path, shots: Path | None) -> 
     expect(page.locator("#answers .card")).to_have_count(3)
     expect(page.locator("#answers .card").nth(1).locator("li")).to_have_count(2)  # two classes
     expect(page.locator("#status")).to_contain_text("3 tasks, 1 image")
+    expect(page.locator("#finding")).to_be_hidden()  # it tells what happens if no task is selected
     expect(page.locator("#line")).to_contain_text("curl -F 'image=@rose.jpg'")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than the screen"
     _shoot(page, shots, "answers")
@@ -108,6 +110,7 @@ def _use(page: Any, url: str, expect: Any, folder: Path, shots: Path | None) -> 
     expect(page.locator("#answers .thumb")).to_have_count(2)
     expect(page.locator("#answers .card")).to_have_count(8)
     expect(page.locator("#error")).to_be_empty()
+    expect(page.locator("#status")).to_contain_text("for all images")
     expect(page.locator("#line")).to_contain_text("curl -F 'image=@rose.jpg' -F 'image=@tulip.jpg' ")
     named = page.locator("#answers .card").first.locator(".say").first  # the backbone's own answer
     assert not named.inner_text().isdecimal(), "ImageNet's classes have no names"

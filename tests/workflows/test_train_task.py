@@ -177,6 +177,17 @@ def test_progress_in_a_terminal_and_elsewhere(monkeypatch):
         assert ("\x1b" in said) == terminal
 
 
+def test_the_bar_fits_a_terminal_of_80_columns():
+    stream = io.StringIO()
+    progress = Progress(Console(file=stream, force_terminal=True, width=80))
+    progress.begin(Plan(["sketches"], 250, 40, 1, None))
+    progress.step(1, 2, 32)
+    progress.look(0.625, 0.7)
+    progress.end()
+    assert "…" not in stream.getvalue()
+    assert " left" in stream.getvalue()
+
+
 def test_durations_are_spelled_out():
     assert [format_duration(s) for s in (4.4, 200, 7500)] == ["4 s", "3 min 20 s", "2 h 5 min"]
 

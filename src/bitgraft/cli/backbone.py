@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 Patterns = list[str] | None
 NAMES = "A timm model, wrn-DEPTH-WIDTH, resnet26, or package.module:function."
 LEGEND = """\
-# params:  parameters of the backbone and all tasks / parameters of the backbone, as the
-           paper counts: 32 bits are one parameter; no classifiers or running statistics.
+# params:  parameters of the backbone and all tasks / those of the backbone, as
+           the paper counts: 32 bits are one parameter; no classifiers or
+           running statistics.
 task file: one task as `bitgraft train` writes it, without the classifier.
 all files: (backbone + all task files) / backbone, in bytes.
-PackNet:   ceil(log2 tasks) bits per weight for all tasks; the paper's 1.10 and 1.11 come
-           from rounded megabytes. Files also hold the task's own values; the size is
-           their mean."""
+PackNet:   ceil(log2 tasks) bits per weight for all tasks; the paper's 1.10 and
+           1.11 come from rounded megabytes. Files also hold the task's own
+           values; the size is their mean."""
 
 
 @command("""

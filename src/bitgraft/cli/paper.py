@@ -70,8 +70,8 @@ def bench(
     if list_suites:
         found = reading.contents()
         data = {n: {"title": s["title"], "rows": [row["row"] for row in s["rows"]]} for n, s in found.items()}
-        lines = [f"{n:24}{s['title']}: {len(s['datasets'])} data sets, {len(s['rows'])} rows" for n, s in found.items()]
-        show(as_json, data, "\n".join(lines))
+        listed = [(n, s["title"], len(s["datasets"]), len(s["rows"])) for n, s in found.items()]
+        show(as_json, data, table(["suite", "title", "data sets>", "rows>"], listed))
         return
     if not suite:
         raise typer.BadParameter(f"name a suite: one of {', '.join(reading.built_in())}, or a .toml file")

@@ -64,7 +64,7 @@ def tasks(store: StoreFolder = STORE, as_json: AsJson = False) -> None:
         if broken := [f"{row['name']} is broken: {row['error']}" for row in rows if "error" in row]:
             parts.append("\n".join(broken))
         parts.append(
-            f"The backbone ({megabytes(whole)}) and {files} take {megabytes(whole + together)}; {len(rows) + 1} "
+            f"The backbone ({megabytes(whole)}) and {files} take {megabytes(whole + together)}.\n{len(rows) + 1} "
             f"separate networks, including the backbone's own, would take {megabytes(separate)}."
         )
     show(as_json, report, *parts)
@@ -156,14 +156,10 @@ def _layers(layers: list[dict[str, Any]]) -> Any:
     rows: list[list[Any]] = []
     for layer in layers:
         share = "" if layer["density"] is None else f"{layer['density']:.3f}"
-        k = [_k(**layer[k]) if k in layer else "" for k in ks]
+        k = [f"{layer[k]['mean']:.4g}" if k in layer else "" for k in ks]
         rows.append([layer["name"], *[layer["weights"], share] * masks, *k, *[layer["values"]] * values])
     heads = ["layer", *["weights>", "ones>"] * masks, *[f"{k}>" for k in ks], *["values>"] * values]
     return table(heads, rows)
-
-
-def _k(mean: float, low: float, high: float) -> str:
-    return f"{mean:.4g}" if low == high else f"{mean:.3g} ({low:.3g} to {high:.3g})"
 
 
 def _classes(classes: list[str] | None) -> str:

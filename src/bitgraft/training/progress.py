@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
 from bitgraft.training.callbacks import Callback, Plan
@@ -19,14 +19,12 @@ class Progress(Callback):
     def __init__(self, console: Console, setting: str = "--steps ") -> None:
         self.console, self._setting = console, setting
         self._bars = Bars(
-            SpinnerColumn(),
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
             TextColumn("{task.fields[seen]}{task.fields[rate]}", markup=False),
-            TimeElapsedColumn(),
+            TimeRemainingColumn(compact=True),
             TextColumn("left"),
-            TimeRemainingColumn(),
             console=console,
             transient=True,
             disable=not console.is_terminal,
