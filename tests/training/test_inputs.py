@@ -11,9 +11,19 @@ from PIL import Image
 from stripes import network, stripes
 from tiny import batch, tiny
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import RandomHorizontalFlip
+from torchvision.transforms.functional import to_tensor
 
 import bitgraft
 from bitgraft import Config, DataError, DataWarning, TrainingError, evaluate, fit, load_backbone, open_data, predict
@@ -166,10 +176,28 @@ def test_settings_override_the_loaders():
     assert seen == [2]
 
 
-def test_a_loader_with_a_sampler_of_its_own_is_refused():
-    loader = DataLoader(stripes(48, 1), sampler=WeightedRandomSampler([1.0] * 48, 48))
-    with pytest.raises(TrainingError, match=r"pass loader\.dataset"):
-        fit(network(), "stripes", loader)
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda data: {"sampler": WeightedRandomSampler([1.0] * 48, 48)},
+        lambda data: {"sampler": SubsetRandomSampler(range(9))},
+        lambda data: {"sampler": RandomSampler(data, num_samples=9)},
+        lambda data: {"sampler": RandomSampler(data, replacement=True)},
+        lambda data: {"batch_sampler": [[0, 1], [2, 3]]},
+        lambda data: {"batch_size": None},
+    ],
+)
+def test_a_loader_with_a_sampler_of_its_own_is_refused(choose):
+    """All images would be used, of which some may be held out."""
+    data = stripes(48, 1)
+    loader = DataLoader(data, **choose(data))
+    for use in (
+        lambda: fit(network(), "stripes", loader),
+        lambda: fit(network(), "stripes", data, loader),
+        lambda: evaluate(network(), "stripes", loader),
+    ):
+        with pytest.raises(TrainingError, match=r"pass loader\.dataset, or a torch\.utils\.data\.Subset"):
+            use()
 
 
 class WithoutLabels(Dataset):
@@ -201,6 +229,31 @@ def test_an_empty_set_is_refused():
 def test_data_without_a_length_is_refused():
     with pytest.raises(TrainingError, match="a generator has no length or no items: give a folder"):
         fit(network(), "stripes", (pair for pair in stripes(6, 1)))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(stripes(6, 1))
+
+    def __len__(self):
+        return 6
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, DataLoader, lambda data: DataLoader(data, collate_fn=tuple)])
+def test_a_stream_is_refused(wrap):
+    for use in (fit, evaluate):
+        with pytest.raises(TrainingError, match="a Stream has no length or no items"):
+            use(network(), "stripes", wrap(Stream()))
+
+
+def test_a_data_set_in_another_order_of_classes_is_refused(folder):
+    """Its labels would be taken for the wrong classes."""
+    names, data = ["red", "green", "blue"], ImageFolder(folder / "train")
+    for given in (data, Subset(data, range(9)), DataLoader(ImageFolder(folder / "train", to_tensor))):
+        for use in (fit, evaluate):
+            with pytest.raises(DataError, match="numbers its classes blue, green, red, but task 'colours' red, green"):
+                use(colours(names), "colours", given)
+    trained(ImageFolder(folder / "train", target_transform=lambda label: 2 - label), classes=names)
 
 
 def test_a_folder_of_one_class_and_one_of_few_images(tmp_path, monkeypatch):
