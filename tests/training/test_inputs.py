@@ -26,7 +26,19 @@ from torchvision.transforms import RandomHorizontalFlip
 from torchvision.transforms.functional import to_tensor
 
 import bitgraft
-from bitgraft import Config, DataError, DataWarning, TrainingError, evaluate, fit, load_backbone, open_data, predict
+from bitgraft import (
+    Config,
+    DataError,
+    DataWarning,
+    TrainingError,
+    describe,
+    evaluate,
+    fit,
+    identify,
+    load_backbone,
+    open_data,
+    predict,
+)
 
 CONFIG = Config(epochs=2, batch=8, size=16)
 
@@ -298,6 +310,17 @@ def test_predict_takes_one_image_or_several(folder):
     assert len(predict(net, "original", file)) == 5
     with pytest.raises(bitgraft.UnknownTaskError):
         predict(net, "flowers", file)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_network_in_another_dtype_takes_the_same_images(folder, dtype):
+    net = colours()
+    fit(net.to(dtype), "colours", folder, config=CONFIG.changed(statistics="batch"))
+    assert evaluate(net, "colours", folder)["accuracy"] > 0.5
+    describe(net, "colours", folder)
+    file = folder / "test" / "red" / "0.png"
+    assert predict(net, "colours", file)[0]["class"] == "red"
+    assert identify(net, file)["route"][0]["task"] == "colours"
 
 
 def test_a_softmax_at_the_end_changes_neither_training_nor_answers():

@@ -391,6 +391,8 @@ def test_class_weights():
     said = []
     for weights in (None, "balanced"):
         net = network("classifier")
+        with pytest.raises(TrainingError, match="2 class weights for task 'stripes', which has 3 classes"):
+            fit(net, "stripes", data, None, SHORT.changed(class_weights=(1.0, 2.0)))
         fit(net, "stripes", data, None, SHORT.changed(class_weights=weights, head_init=False, rates={"head": 1e-2}))
         with torch.no_grad():
             said.append(net(images, task="stripes").softmax(1)[:, 1].mean())

@@ -91,7 +91,7 @@ def _item(dataset: Any, index: int) -> Any:
 
 
 def _shows(dataset: Any, first: str | Path) -> bool:
-    """Whether its images are those in its files, not changed by a loader or `__getitem__`, as far as the first tells."""
+    """Whether its images are those in its files, not changed by a loader or `__getitem__`, judged by the first."""
     if not Path(first).is_file():
         return False
     with suppress(DataError):  # a file that cannot be read is reported later
@@ -100,7 +100,7 @@ def _shows(dataset: Any, first: str | Path) -> bool:
 
 
 def _gives(dataset: Any, labels: Sequence[int]) -> bool:
-    """Whether it gives the labels that it lists, not changed by a `target_transform`, as far as one of each tells."""
+    """Whether it gives the labels that it lists, not changed by a `target_transform`, judged by one of each."""
     for label, position in {label: i for i, label in reversed(list(enumerate(labels)))}.items():
         with suppress(DataError):  # an image that cannot be read is reported later
             if index(_item(dataset, position)[1]) != label:

@@ -199,7 +199,7 @@ class _Run:
             with nullcontext() if is_last else self.accelerator.no_sync(self.model):
                 with self.accelerator.autocast(), over_processes(world_size, counts):
                     output = self.model(x, name, self.objective.forward_targets(y))
-                    loss = self.objective(name, output, y)  # the sum over this process's images
+                    loss = self.objective(name, output, y, micro.rows)  # the sum over this process's images
                 # DDP averages over processes, so this is the gradient of the mean over the whole batch
                 self.accelerator.backward(loss * (world_size * counts / step_batch.global_size))
             if counts:
