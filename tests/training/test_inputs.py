@@ -334,3 +334,20 @@ def test_a_softmax_at_the_end_changes_neither_training_nor_answers():
         found.append([loss, *(answer["probability"] for answer in answers)])
     assert found[1] == pytest.approx(found[0], abs=1e-4)
     assert found[2] == pytest.approx(found[0], abs=1e-4)
+
+
+def test_wrong_arguments_of_fit_are_explained():
+    data = stripes(9, 1)
+    for config in ({"epochs": 1}, "quick"):
+        with pytest.raises(TrainingError, match=r"pass a bitgraft\.Config"):
+            fit(network(), "stripes", data, config=config)
+    for tasks, train, val in (
+        ([], {}, None),
+        (["stripes"], data, None),
+        (["stripes"], {}, None),
+        (["stripes"], {"stripes": data}, data),
+    ):
+        with pytest.raises(TrainingError, match="pass data as a mapping from their names"):
+            fit(network(), tasks, train, val)
+    with pytest.raises(TrainingError, match="loss='mse': pass a function"):
+        fit(network(), "stripes", data, loss="mse")

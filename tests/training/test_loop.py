@@ -371,6 +371,14 @@ def test_resuming_with_other_settings_or_without_a_checkpoint_is_refused(tmp_pat
         fit(network(), "stripes", stripes(32, 1), None, SHORT, folder=tmp_path, resume=True)
 
 
+def test_the_folder_of_checkpoints_is_created_and_a_finished_run_resumes(tmp_path):
+    first, again = network(), network()
+    fit(first, "stripes", stripes(32, 1), None, SHORT, folder=tmp_path / "new" / "run")
+    result = fit(again, "stripes", stripes(32, 1), None, SHORT, folder=tmp_path / "new" / "run", resume=True)
+    assert len(result.history) == SHORT.epochs
+    assert saved_bytes(again, tmp_path / "again") == saved_bytes(first, tmp_path / "first")
+
+
 def test_a_custom_loss_and_head():
     net = Network(backbone())
     net.add_task("energy", head=nn.Linear(16, 1))

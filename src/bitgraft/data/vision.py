@@ -95,7 +95,7 @@ def _shows(dataset: Any, first: str | Path) -> bool:
     if not Path(first).is_file():
         return False
     with suppress(DataError):  # a file that cannot be read is reported later
-        return np.array_equal(load(Path(first)), load(_item(dataset, 0)[0]))
+        return np.array_equal(np.asarray(load(Path(first))), np.asarray(load(_item(dataset, 0)[0])))
     return True
 
 

@@ -89,6 +89,7 @@ def save(path: Path, config: Config, state: State, learner: Learner, accelerator
     if accelerator.is_main_process:
         buffer = io.BytesIO()
         torch.save(held, buffer)
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, buffer.getbuffer())
     accelerator.wait_for_everyone()
 

@@ -55,6 +55,10 @@ def prepared(
     labelled: bool = True,
 ) -> tuple[dict[str, Any], dict[str, Any], Config, int]:
     """Resolve the arguments of `fit`: (training data by task, validation data by task, settings, workers)."""
+    if config is not None and not isinstance(config, Config):
+        raise TrainingError(f"config is a {type(config).__name__}: pass a bitgraft.Config, such as Config(epochs=3)")
+    if not tasks or not isinstance(train, Mapping) or not isinstance(val, Mapping) or not train.keys() >= tasks.keys():
+        raise TrainingError("to train several tasks, name them, and pass data as a mapping from their names")
     given, config = {}, config or Config()
     for name in tasks:
         given[name], config, workers = from_loader(train[name], config, workers)
@@ -72,7 +76,8 @@ def from_loader(given: Any, config: Config, workers: int) -> tuple[Any, Config, 
     """Unwrap a DataLoader and use its batch size and workers unless others are given; return other data as is."""
     if not isinstance(given, DataLoader):
         return given, config, workers
-    return unwrapped(given), Config(batch=given.batch_size).changed(**config.given()), workers or given.num_workers
+    own = {} if given.batch_size is None else {"batch": given.batch_size}  # None only for a stream, which is refused
+    return unwrapped(given), Config().changed(**{**own, **config.given()}), workers or given.num_workers
 
 
 def unwrapped(given: Any) -> Any:

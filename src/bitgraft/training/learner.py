@@ -81,6 +81,10 @@ class Objective:
     """Cross entropy with its usual options, or the user's own loss; always the sum over a batch."""
 
     def __init__(self, tasks: Collection[Task], loss: Loss | None = None, label_smoothing: float = 0.0) -> None:
+        if not (loss is None or loss == "model" or callable(loss)):
+            raise TrainingError(
+                f"loss={loss!r}: pass a function of (output, targets), or 'model' for the network's own"
+            )
         self.loss, self.label_smoothing = loss, label_smoothing
         self.classes = {task.name: len(task.classes) if task.classes is not None else None for task in tasks}
         self.class_weights: dict[str, Tensor | None] = dict.fromkeys(self.classes)

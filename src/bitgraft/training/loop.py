@@ -60,7 +60,7 @@ def fit(
         val: likewise; used to measure accuracy after each epoch and to keep the best one. By default the folder's own.
         config: changes to the preset that the (first) task was added with.
         loss: replaces cross entropy: a function of (output, targets), or "model" for the network's own.
-        folder: where to write checkpoints; by default none are written.
+        folder: where to write checkpoints; it is created. By default none are written.
         resume: continue from the checkpoint in `folder`.
         callbacks: called at steps and epochs, for progress and metrics.
         workers: processes that load data.
