@@ -295,6 +295,12 @@ def test_a_mixed_batch_that_does_not_fit_is_refused_before_anything_runs(counted
 # names
 
 
+def test_a_task_that_is_no_name_is_unknown():
+    net = Network(tiny())
+    with pytest.raises(UnknownTaskError, match="there is no task 5"):
+        net(batch(), task=5)
+
+
 def test_the_original_task_is_the_backbone_under_a_name_of_its_own():
     backbone, x = tiny(), batch()
     net = Network(backbone, original="imagenet")

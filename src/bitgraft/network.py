@@ -191,7 +191,7 @@ class Network(nn.Module):
         """
         if task is None and len(inputs) > 1 and grouping.names_tasks(inputs[1]):
             task, inputs = inputs[1], (inputs[0], *inputs[2:])
-        if task is None or isinstance(task, str):
+        if isinstance(task, str) or not isinstance(task, Iterable):
             if task == "auto" and task not in self.tasks:
                 return self.union_scores(inputs[0])
             return self.ready(task)(*inputs, **named)

@@ -445,3 +445,27 @@ def test_the_fingerprint_leaves_the_head_out_and_nothing_else():
 def test_active_must_be_a_number_of_tasks():
     with pytest.raises(TaskError, match="active=0"):
         Network(tiny(), active=0)
+
+
+class Closed(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.step = lambda x: self.pointwise(x)
+
+    def forward(self, x):
+        return self.fc(self.step(self.stem(x)).mean((2, 3)))
+
+
+def wrapped():
+    backbone = tiny()
+    forward = backbone.forward
+    backbone.forward = lambda x: forward(x)
+    return backbone
+
+
+@pytest.mark.parametrize(("make", "layer"), [(Closed, "pointwise"), (wrapped, "stem")])
+def test_layers_that_a_copy_would_share_are_refused(make, layer):
+    """A task's weights would be ignored, and its answers the backbone's own."""
+    with pytest.raises(BackboneError, match=f"calls its layer '{layer}' through a lambda or a wrapped function"):
+        read_anatomy(make())
+    tiny()(batch())  # nothing stays behind

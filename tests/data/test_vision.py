@@ -5,6 +5,7 @@ from PIL import Image
 from torchvision import datasets
 
 from bitgraft.data.splits import open_data
+from bitgraft.data.vision import read_dataset
 from bitgraft.errors import DataError
 
 COLOUR = np.random.default_rng(0).integers(0, 256, (20, 6, 6, 3), dtype=np.uint8)
@@ -199,3 +200,42 @@ def test_a_set_without_training_images(named):
 
     with pytest.raises(DataError, match="no split train or trainval"):
         open_data(named(Only))
+
+
+def squares(folder):
+    for name, colour in zip("abcd", COLOUR, strict=False):
+        (folder / name).mkdir()
+        for number in range(2):
+            Image.fromarray(colour).save(folder / name / f"{number}.png")
+    return folder
+
+
+class Cropped(datasets.ImageFolder):
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image.crop((0, 0, 1, 1)), label
+
+
+class Relabelled(datasets.ImageFolder):
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image, label % 2
+
+
+def test_images_and_labels_are_those_that_a_set_gives_not_those_in_its_folder(tmp_path):
+    folder = squares(tmp_path)
+    assert read_dataset(datasets.ImageFolder(folder), "it").files is not None
+    halved = datasets.ImageFolder(folder, target_transform=lambda label: label // 2)
+    assert read_dataset(halved, "it").labels == (0, 0, 0, 0, 1, 1, 1, 1)
+    assert read_dataset(Relabelled(folder), "it").labels == (0, 0, 1, 1, 0, 0, 1, 1)
+    assert read_dataset(Cropped(folder), "it").source[0].size == (1, 1)
+    white = datasets.ImageFolder(folder, loader=lambda path: Image.new("RGB", (5, 5), "white"))
+    assert read_dataset(white, "it").source[3].size == (5, 5)
+
+
+def test_an_unreadable_image_does_not_hide_the_files(tmp_path):
+    folder = squares(tmp_path)
+    (folder / "a" / "0.png").write_bytes(b"no image")
+    images = read_dataset(datasets.ImageFolder(folder), "it")
+    assert images.labels == (0, 0, 1, 1, 2, 2, 3, 3)
+    assert images.files[0] == folder / "a" / "0.png"

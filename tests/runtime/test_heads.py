@@ -337,3 +337,26 @@ def test_a_tied_head_that_is_no_linear_layer_asks_for_a_module():
     net[3].weight = net[0].weight
     with pytest.raises(BackboneError, match=r"the head '3' shares weights with other layers.*: pass a head module"):
         Network(net).add_task("t", classes=2)
+
+
+def test_a_head_module_belongs_to_one_task():
+    """Training a shared one would change another task, or the backbone's own answers."""
+    net, head = Network(tiny()), nn.Linear(8, 4)
+    net.add_task("a", classes=4, head=head)
+    with pytest.raises(TaskError, match="has parameters of task 'a': pass a copy"):
+        net.add_task("b", classes=4, head=head)
+    with pytest.raises(TaskError, match="has parameters of the backbone: pass a copy"):
+        net.add_task("b", classes=6, head=net.backbone.fc)
+    net.add_task("b", classes=4, head=copy.deepcopy(head))
+
+
+def test_one_module_loads_the_heads_of_several_tasks(tmp_path):
+    net, x = Network(tiny()), batch()
+    for name in "ab":
+        net.add_task(name, classes=4, head=Mapped(), method="classifier")
+        net.save_task(name, tmp_path / name)
+    other, head = Network(tiny()), Mapped()
+    for name in "ab":
+        other.load_task(tmp_path / name, head=head)
+    for name in "ab":
+        assert torch.equal(run(other, x, task=name), run(net, x, task=name))

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 
 import pytest
 import timm
@@ -13,7 +14,17 @@ from tiny import tiny
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
-from bitgraft import CorruptError, Network, Store, TaskError, identify, load_backbone, read_archive
+from bitgraft import (
+    CorruptError,
+    DataError,
+    Network,
+    Store,
+    TaskError,
+    UnknownTaskError,
+    identify,
+    load_backbone,
+    read_archive,
+)
 from bitgraft.format import archive
 from bitgraft.format.archive import content_hash
 from bitgraft.format.description import Description, rounded
@@ -299,6 +310,19 @@ def test_python_finds_the_task_of_an_image_as_the_command_does(trained, monkeypa
     written = net.tasks["colours"].description.tensors()
     again = describe_task.describe(net, "colours", "photos").tensors()
     assert all(torch.equal(again[key], tensor) for key, tensor in written.items())
+
+
+def test_a_description_that_fails_leaves_the_one_before(trained, tmp_path):
+    store = Store(trained / "bitgraft-store")
+    net = store.network()
+    before = store.load(net, "colours").description
+    with pytest.raises(UnknownTaskError):
+        describe_task.describe(net, "colors", trained / "photos")
+    shutil.copytree(trained / "photos", tmp_path / "photos")
+    next((tmp_path / "photos/val/red").iterdir()).write_bytes(b"no image")
+    with pytest.raises(DataError, match="cannot read"):
+        describe_task.describe(net, "colours", tmp_path / "photos")
+    assert net.tasks["colours"].description is before
 
 
 def test_a_description_of_fewer_images_than_features():

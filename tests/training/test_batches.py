@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny import tiny
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -112,3 +113,79 @@ def test_inplace_layers_train_after_any_convolution():
     net.add_task("t", classes=2)
     data = TensorDataset(torch.rand(8, 3, 8, 8), torch.arange(8) % 2)
     assert fit(net, "t", data, config=ONCE).history
+
+
+class Answers(TensorDataset):
+    """Items whose targets have another form."""
+
+    def __init__(self, target):
+        torch.manual_seed(0)
+        super().__init__(torch.rand(8, 3, 8, 8), torch.arange(8) % 2)
+        self.target = target
+
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return image, self.target(label)
+
+
+@pytest.mark.parametrize(
+    "target", [lambda label: {"a": label, "b": label, "c": label}, lambda label: (label, label, label)]
+)
+def test_a_loss_of_several_targets_counts_images_not_targets(target):
+    def with_loss(data, loss):
+        net = Network(tiny())
+        net.add_task("t", classes=2)
+        return fit(net, "t", data, data, ONCE.changed(head_init=False, batch=8), loss=loss).history[0]
+
+    plain = with_loss(Answers(lambda label: label), F.cross_entropy)
+    several = with_loss(
+        Answers(target), lambda output, y: F.cross_entropy(output, y["a"] if isinstance(y, dict) else y[0])
+    )
+    assert several == plain
+
+
+def test_a_head_start_needs_class_numbers():
+    net = Network(tiny())
+    net.add_task("year", classes=1)
+    data = Answers(lambda label: label.float() + 1900)
+    assert fit(net, "year", data, config=ONCE, loss=lambda y, t: F.mse_loss(y[:, 0] + 1900, t)).history
+    net.add_task("several", classes=2)
+    assert fit(net, "several", Answers(lambda label: {"a": label}), config=ONCE, loss=lambda y, t: y.sum() * 0).history
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool])
+def test_labels_of_any_integer_type(dtype):
+    found = []
+    for labels in (torch.arange(8) % 2, (torch.arange(8) % 2).to(dtype)):
+        net = Network(tiny())
+        net.add_task("t", classes=2)
+        data = TensorDataset(torch.rand(8, 3, 8, 8, generator=torch.Generator().manual_seed(0)), labels)
+        found.append((fit(net, "t", data, data, ONCE).history, evaluate(net, "t", data)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (float, "has labels of type torch.float64, not a tensor of class numbers"),
+        (lambda label: F.one_hot(label, 2).float(), "has labels of type torch.float32"),
+        (lambda label: str(int(label)), "has labels in a (list|tuple), not"),
+        (lambda label: label[None], r"scores of shape \(8, 2\), so labels must have the shape \(8,\), not \(8, 1\)"),
+    ],
+)
+def test_other_labels_are_refused(target, said):
+    net = Network(tiny())
+    net.add_task("t", classes=2)
+    with pytest.raises(TrainingError, match=said):
+        fit(net, "t", Answers(target), config=ONCE.changed(batch=8))
+    with pytest.raises(TrainingError, match=said):
+        evaluate(net, "t", Answers(target))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_images_of_any_floating_point_type(dtype):
+    net = Network(tiny())
+    net.add_task("t", classes=2)
+    data = TensorDataset(torch.rand(8, 3, 8, 8).to(dtype), torch.arange(8) % 2)
+    fit(net, "t", data, data, ONCE.changed(statistics="batch"))
+    assert evaluate(net, "t", data)["loss"] < 2

@@ -55,12 +55,21 @@ def test_a_whole_config_is_taken_as_it_is():
         ({"epochs": 10**400}, r"give a whole number, at least 1 and below 2\*\*63"),
         ({"seed": 2**63}, r"give a whole number, at least 0 and below 2\*\*63"),
         ({"seed": -1}, "seed=-1: give a whole number, at least 0"),
-        ({"warmup": 1.0}, "warmup=1.0: give a share of the run"),
+        ({"warmup": 1.0}, "warmup=1.0: give a share, at least 0 and below 1"),
         ({"warmup": "long"}, "warmup='long': give a number"),
         ({"rates": {"masks": 1.0}}, "names the role 'masks'"),
         ({"rates": 3}, "rates=3: give a value for each role"),
         ({"rates": {"head": "high"}}, "give a value for each role"),
-        ({"rates": {"k": -1.0}}, "must not be negative"),
+        ({"rates": {"k": -1.0}}, "must be finite, and not negative"),
+        ({"rates": {"k": float("nan")}}, "must be finite, and not negative"),
+        ({"eps": -1.0}, "eps=-1.0: numbers must be finite, and not negative"),
+        ({"weight_decay": {"head": -0.1}}, "must be finite, and not negative"),
+        ({"class_weights": (1.0, -1.0)}, "must be finite, and not negative"),
+        ({"scale_k2_by_r": float("inf")}, "must be finite, and not negative"),
+        ({"patience": -1}, "must be finite, and not negative"),
+        ({"label_smoothing": -0.1}, "label_smoothing=-0.1: give a share, at least 0 and below 1"),
+        ({"size": 0}, "size=0: give a whole number, at least 1"),
+        ({"resize": -3}, "resize=-3: give a whole number, at least 1"),
         ({"optimizers": {"k": "lion"}}, "choose 'adam' or 'sgd'"),
         ({"schedule": "linear"}, "schedule='linear': give 'step' or 'cosine' or 'constant'"),
         ({"flip": "no"}, "flip='no': give true or false"),
@@ -134,3 +143,5 @@ def test_unknown_preset():
         TrainingError, match="known are default, quick, quick-uncorrected, imagenet-to-sketch, decathlon"
     ):
         preset("fast")
+    with pytest.raises(TaskError, match="there is no method 'ful'; did you mean 'full'"):
+        preset("default", "ful")

@@ -1,8 +1,10 @@
 """The head that is fitted before the first step."""
 
 import torch
+from tiny import tiny
 from torch import nn
 from torch.utils.data import TensorDataset
+from torchvision.ops import FrozenBatchNorm2d
 
 from bitgraft.network import Network
 from bitgraft.training.config import ROLES, Config
@@ -42,3 +44,13 @@ def test_a_feature_that_hardly_varies_gets_no_large_weight():
     weight = net.tasks["t"].owned["1.weight"]
     assert result.history[-1]["train_accuracy"] > 0.9
     assert weight[:, 5].abs().max() < weight.abs().max()
+
+
+def test_norm_layers_without_a_counter_keep_their_statistics():
+    backbone = tiny()
+    backbone.norm1 = FrozenBatchNorm2d(8)
+    net = Network(backbone)
+    net.add_task("t", classes=2)
+    data = TensorDataset(torch.rand(8, 3, 8, 8), torch.arange(8) % 2)
+    fit(net, "t", data, config=Config(epochs=1, batch=4, statistics="batch"))
+    assert torch.equal(net.tasks["t"].owned["norm1.running_mean"], torch.zeros(8))

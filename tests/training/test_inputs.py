@@ -11,12 +11,34 @@ from PIL import Image
 from stripes import network, stripes
 from tiny import batch, tiny
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import RandomHorizontalFlip
+from torchvision.transforms.functional import to_tensor
 
 import bitgraft
-from bitgraft import Config, DataError, DataWarning, TrainingError, evaluate, fit, load_backbone, open_data, predict
+from bitgraft import (
+    Config,
+    DataError,
+    DataWarning,
+    TrainingError,
+    describe,
+    evaluate,
+    fit,
+    identify,
+    load_backbone,
+    open_data,
+    predict,
+)
 
 CONFIG = Config(epochs=2, batch=8, size=16)
 
@@ -166,10 +188,28 @@ def test_settings_override_the_loaders():
     assert seen == [2]
 
 
-def test_a_loader_with_a_sampler_of_its_own_is_refused():
-    loader = DataLoader(stripes(48, 1), sampler=WeightedRandomSampler([1.0] * 48, 48))
-    with pytest.raises(TrainingError, match=r"pass loader\.dataset"):
-        fit(network(), "stripes", loader)
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda data: {"sampler": WeightedRandomSampler([1.0] * 48, 48)},
+        lambda data: {"sampler": SubsetRandomSampler(range(9))},
+        lambda data: {"sampler": RandomSampler(data, num_samples=9)},
+        lambda data: {"sampler": RandomSampler(data, replacement=True)},
+        lambda data: {"batch_sampler": [[0, 1], [2, 3]]},
+        lambda data: {"batch_size": None},
+    ],
+)
+def test_a_loader_with_a_sampler_of_its_own_is_refused(choose):
+    """All images would be used, of which some may be held out."""
+    data = stripes(48, 1)
+    loader = DataLoader(data, **choose(data))
+    for use in (
+        lambda: fit(network(), "stripes", loader),
+        lambda: fit(network(), "stripes", data, loader),
+        lambda: evaluate(network(), "stripes", loader),
+    ):
+        with pytest.raises(TrainingError, match=r"pass loader\.dataset, or a torch\.utils\.data\.Subset"):
+            use()
 
 
 class WithoutLabels(Dataset):
@@ -201,6 +241,31 @@ def test_an_empty_set_is_refused():
 def test_data_without_a_length_is_refused():
     with pytest.raises(TrainingError, match="a generator has no length or no items: give a folder"):
         fit(network(), "stripes", (pair for pair in stripes(6, 1)))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(stripes(6, 1))
+
+    def __len__(self):
+        return 6
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, DataLoader, lambda data: DataLoader(data, collate_fn=tuple)])
+def test_a_stream_is_refused(wrap):
+    for use in (fit, evaluate):
+        with pytest.raises(TrainingError, match="a Stream has no length or no items"):
+            use(network(), "stripes", wrap(Stream()))
+
+
+def test_a_data_set_in_another_order_of_classes_is_refused(folder):
+    """Its labels would be taken for the wrong classes."""
+    names, data = ["red", "green", "blue"], ImageFolder(folder / "train")
+    for given in (data, Subset(data, range(9)), DataLoader(ImageFolder(folder / "train", to_tensor))):
+        for use in (fit, evaluate):
+            with pytest.raises(DataError, match="numbers its classes blue, green, red, but task 'colours' red, green"):
+                use(colours(names), "colours", given)
+    trained(ImageFolder(folder / "train", target_transform=lambda label: 2 - label), classes=names)
 
 
 def test_a_folder_of_one_class_and_one_of_few_images(tmp_path, monkeypatch):
@@ -247,6 +312,17 @@ def test_predict_takes_one_image_or_several(folder):
         predict(net, "flowers", file)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_network_in_another_dtype_takes_the_same_images(folder, dtype):
+    net = colours()
+    fit(net.to(dtype), "colours", folder, config=CONFIG.changed(statistics="batch"))
+    assert evaluate(net, "colours", folder)["accuracy"] > 0.5
+    describe(net, "colours", folder)
+    file = folder / "test" / "red" / "0.png"
+    assert predict(net, "colours", file)[0]["class"] == "red"
+    assert identify(net, file)["route"][0]["task"] == "colours"
+
+
 def test_a_softmax_at_the_end_changes_neither_training_nor_answers():
     picture, found = np.full((8, 8, 3), 200, np.uint8), []
     for end in (nn.Identity(), nn.Softmax(1), nn.LogSoftmax(1)):
@@ -258,3 +334,20 @@ def test_a_softmax_at_the_end_changes_neither_training_nor_answers():
         found.append([loss, *(answer["probability"] for answer in answers)])
     assert found[1] == pytest.approx(found[0], abs=1e-4)
     assert found[2] == pytest.approx(found[0], abs=1e-4)
+
+
+def test_wrong_arguments_of_fit_are_explained():
+    data = stripes(9, 1)
+    for config in ({"epochs": 1}, "quick"):
+        with pytest.raises(TrainingError, match=r"pass a bitgraft\.Config"):
+            fit(network(), "stripes", data, config=config)
+    for tasks, train, val in (
+        ([], {}, None),
+        (["stripes"], data, None),
+        (["stripes"], {}, None),
+        (["stripes"], {"stripes": data}, data),
+    ):
+        with pytest.raises(TrainingError, match="pass data as a mapping from their names"):
+            fit(network(), tasks, train, val)
+    with pytest.raises(TrainingError, match="loss='mse': pass a function"):
+        fit(network(), "stripes", data, loss="mse")

@@ -6,10 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stripes import stripes
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from bitgraft.errors import TrainingError
 from bitgraft.network import Network
 from bitgraft.training.callbacks import Callback
+from bitgraft.training.config import Config
 from bitgraft.training.loader import ShardedBatchSampler
 from bitgraft.training.loop import fit
 from bitgraft.training.presets import DECATHLON, IMAGENET_TO_SKETCH, QUICK
@@ -78,3 +80,14 @@ def test_processes_run_the_same_micro_batches_and_each_image_counts_once(count, 
     assert sorted(seen) == list(range(count))
     skipping = [ShardedBatchSampler(count, size, None, rank, world, pad=False) for rank in range(world)]
     assert sorted(index for batches in skipping for shard in batches for index in shard) == list(range(count))
+
+
+def test_a_last_batch_of_one_image_joins_the_one_before_it_for_series_adapters():
+    """Their own norm layers always use the batch's statistics."""
+    torch.manual_seed(0)
+    net = Network(
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 5)), example=(2, 3, 3, 3)
+    )
+    net.add_task("t", classes=2, method="adapters-series")
+    data = TensorDataset(torch.rand(5, 3, 3, 3), torch.arange(5) % 2)
+    assert fit(net, "t", data, config=Config(epochs=1, batch=4, statistics="kept")).history

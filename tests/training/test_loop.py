@@ -366,9 +366,19 @@ def test_resuming_with_other_settings_or_without_a_checkpoint_is_refused(tmp_pat
     fit(network(), "stripes", stripes(32, 1), None, SHORT, folder=tmp_path)
     with pytest.raises(TrainingError, match=r"other settings \(batch\)"):
         fit(network(), "stripes", stripes(32, 1), None, SHORT.changed(batch=8), folder=tmp_path, resume=True)
+    with pytest.raises(TrainingError, match="was started with another method, other options or other classes"):
+        fit(network("simple"), "stripes", stripes(32, 1), None, SHORT, folder=tmp_path, resume=True)
     (tmp_path / "state.pt").write_bytes(b"nonsense")
     with pytest.raises(TrainingError, match="cannot be read"):
         fit(network(), "stripes", stripes(32, 1), None, SHORT, folder=tmp_path, resume=True)
+
+
+def test_the_folder_of_checkpoints_is_created_and_a_finished_run_resumes(tmp_path):
+    first, again = network(), network()
+    fit(first, "stripes", stripes(32, 1), None, SHORT, folder=tmp_path / "new" / "run")
+    result = fit(again, "stripes", stripes(32, 1), None, SHORT, folder=tmp_path / "new" / "run", resume=True)
+    assert len(result.history) == SHORT.epochs
+    assert saved_bytes(again, tmp_path / "again") == saved_bytes(first, tmp_path / "first")
 
 
 def test_a_custom_loss_and_head():
@@ -391,6 +401,8 @@ def test_class_weights():
     said = []
     for weights in (None, "balanced"):
         net = network("classifier")
+        with pytest.raises(TrainingError, match="2 class weights for task 'stripes', which has 3 classes"):
+            fit(net, "stripes", data, None, SHORT.changed(class_weights=(1.0, 2.0)))
         fit(net, "stripes", data, None, SHORT.changed(class_weights=weights, head_init=False, rates={"head": 1e-2}))
         with torch.no_grad():
             said.append(net(images, task="stripes").softmax(1)[:, 1].mean())

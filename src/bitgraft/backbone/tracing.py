@@ -1,8 +1,10 @@
 """Traces one forward pass of a private copy of the backbone."""
 
 import copy
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +71,8 @@ def trace(backbone: nn.Module, example: Example | None) -> Trace:
     problem: Exception | None = None
     for batch in _examples(backbone, example, first):
         try:
-            return _trace_batch(private_copy(backbone).eval(), batch)
+            with _only_copies_run(backbone):
+                return _trace_batch(private_copy(backbone).eval(), batch)
         except BackboneError:
             raise
         except Exception as cause:  # the user's forward can raise anything
@@ -78,6 +81,25 @@ def trace(backbone: nn.Module, example: Example | None) -> Trace:
         f"{type(backbone).__name__} could not be run to trace it ({type(problem).__name__}: {problem}): pass a batch "
         "that it takes, Network(backbone, example=torch.zeros(1, 3, 224, 224)), or example={...} for keyword arguments"
     ) from problem
+
+
+@contextmanager
+def _only_copies_run(backbone: nn.Module) -> Iterator[None]:
+    """Raise if the backbone's own layers run: its copies call them, so tasks could not replace their weights."""
+    names, thread = {id(layer): name for name, layer in backbone.named_modules()}, threading.get_ident()
+
+    def check(layer: nn.Module, inputs: Any) -> None:
+        if id(layer) in names and threading.get_ident() == thread:
+            raise BackboneError(
+                f"{type(backbone).__name__} calls its layer {names[id(layer)]!r} through a lambda or a wrapped function"
+                ", which would call the same layer in a copy of the network: call it in a method"
+            )
+
+    hook = nn.modules.module.register_module_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _examples(backbone: nn.Module, example: Example | None, like: Tensor) -> Iterator[Tensor | Mapping[str, Any]]:

@@ -1,12 +1,15 @@
 """torchvision's classification data sets by name. Their constructors differ."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
 from operator import index
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from bitgraft.data.decode import load
 from bitgraft.data.folders import VALIDATION
 from bitgraft.data.images import Images, Splits, distinct
 from bitgraft.errors import DataError
@@ -25,10 +28,7 @@ class Pictures:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        try:
-            return self.dataset[index][0]
-        except Exception as problem:  # anything that its loader raises
-            raise DataError(f"cannot read image {index} of {type(self.dataset).__name__}: {problem}") from problem
+        return _item(self.dataset, index)[0]
 
 
 def open_torchvision(name: str, *, root: Path, download: bool) -> Splits:
@@ -56,7 +56,7 @@ def open_torchvision(name: str, *, root: Path, download: bool) -> Splits:
 def read_dataset(dataset: Any, name: str) -> Images:
     """Return a data set's images and labels: its files, if it lists them and has no transform.
 
-    If it lists its labels, only the first image is decoded.
+    If it lists its labels, only one image of each class is decoded.
     """
     if not len(dataset):
         raise DataError(f"{name} is empty")
@@ -64,7 +64,7 @@ def read_dataset(dataset: Any, name: str) -> Images:
     files = None if transformed else next(_listed(dataset, "samples", "_samples", "_image_files", "_images"), None)
     if files is not None and isinstance(files[0], tuple | list):  # pairs of a file and its label
         files = [pair[0] for pair in files]
-    usable = files is not None and all(isinstance(file, str | Path) for file in files) and Path(files[0]).is_file()
+    usable = files is not None and all(isinstance(file, str | Path) for file in files) and _shows(dataset, files[0])
     return Images(files if usable else Pictures(dataset), tuple(_labels(dataset, name)))
 
 
@@ -72,7 +72,7 @@ def _labels(dataset: Any, name: str) -> list[int]:
     for listed in _listed(dataset, "samples", "_samples", "targets", "labels", "_labels", "y"):
         with suppress(TypeError):
             labels = [index(item[1] if isinstance(item, tuple | list) else item) for item in listed]
-            if labels[0] == index(dataset[0][1]):
+            if _gives(dataset, labels):
                 return labels
     labels = [dataset[i][1] for i in range(len(dataset))]
     try:
@@ -81,6 +81,31 @@ def _labels(dataset: Any, name: str) -> list[int]:
         raise DataError(
             f"{name} has the label {labels[0]!r}, not a class index: return one class per image"
         ) from problem
+
+
+def _item(dataset: Any, index: int) -> Any:
+    try:
+        return dataset[index]
+    except Exception as problem:  # anything that its loader raises
+        raise DataError(f"cannot read image {index} of {type(dataset).__name__}: {problem}") from problem
+
+
+def _shows(dataset: Any, first: str | Path) -> bool:
+    """Whether its images are those in its files, not changed by a loader or `__getitem__`, judged by the first."""
+    if not Path(first).is_file():
+        return False
+    with suppress(DataError):  # a file that cannot be read is reported later
+        return np.array_equal(np.asarray(load(Path(first))), np.asarray(load(_item(dataset, 0)[0])))
+    return True
+
+
+def _gives(dataset: Any, labels: Sequence[int]) -> bool:
+    """Whether it gives the labels that it lists, not changed by a `target_transform`, judged by one of each."""
+    for label, position in {label: i for i, label in reversed(list(enumerate(labels)))}.items():
+        with suppress(DataError):  # an image that cannot be read is reported later
+            if index(_item(dataset, position)[1]) != label:
+                return False
+    return True
 
 
 def _listed(dataset: Any, *names: str) -> Iterator[Any]:

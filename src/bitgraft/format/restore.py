@@ -1,5 +1,6 @@
 """Build a task on its backbone from an archive. Everything is checked before anything is changed."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -194,6 +195,6 @@ def _restore_head(archive: Archive, anatomy: Anatomy, given: nn.Module | None) -
         raise (CorruptError if metadata.head == "linear" else TaskError)(
             f"the head module does not match {task}: its {odd!r} is {expected.get(odd)}, the file's {found.get(odd)}"
         )
-    device = anatomy.device
+    device, given = anatomy.device, copy.deepcopy(given)  # the caller may pass the same module for another task
     given.load_state_dict({name: t.to(device, model[name].dtype) for name, t in state.items()}, assign=True)
     return given.to(device).requires_grad_(False)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bitgraft.backbone.anatomy import Anatomy
-from bitgraft.errors import WrongBackboneError
+from bitgraft.errors import TaskError, WrongBackboneError
 from bitgraft.format import archive, dependencies, restore
 from bitgraft.format.metadata import HeadKind, Metadata
 from bitgraft.methods import registry
@@ -39,6 +39,7 @@ def new_task(
     earlier = dependencies.choose(recipe, tasks, borrow)
     transforms = registry.transforms(recipe, anatomy, chosen, rng, [task.transforms for task in earlier])
     owned = registry.owned(recipe, anatomy, chosen)
+    _refuse_shared(head, anatomy, tasks)
     kind, names, tensors, module = heads.plan_head(anatomy, classes, head, rng)
     stated = heads.stated_preprocessing(anatomy.backbone) if preprocessing is None else preprocessing
     metadata = Metadata(
@@ -56,6 +57,14 @@ def new_task(
         task.start_from(start_task)
     dependencies.freeze(earlier)
     return task
+
+
+def _refuse_shared(head: Any, anatomy: Anatomy, tasks: Mapping[str, Task]) -> None:
+    """Raise if training the head module would change another task or the backbone."""
+    owners = {"the backbone": anatomy.backbone, **{f"task {name!r}": task for name, task in tasks.items()}}
+    for owner, module in owners.items():
+        if isinstance(head, nn.Module) and not set(head.parameters()).isdisjoint(module.parameters()):
+            raise TaskError(f"the head module has parameters of {owner}: pass a copy, head=copy.deepcopy(...)")
 
 
 def plain_task(anatomy: Anatomy, name: str, head: HeadKind) -> Task:

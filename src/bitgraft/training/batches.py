@@ -60,3 +60,10 @@ def to_device(values: Any, device: torch.device) -> Any:
         return leaf.contiguous(memory_format=torch.channels_last) if images else leaf
 
     return tree_map(moved, values)
+
+
+def to_dtype(inputs: Any, dtype: torch.dtype) -> Any:
+    """Convert the floating-point tensors of a batch to the network's dtype."""
+    return tree_map(
+        lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, inputs
+    )

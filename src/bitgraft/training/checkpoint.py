@@ -89,6 +89,7 @@ def save(path: Path, config: Config, state: State, learner: Learner, accelerator
     if accelerator.is_main_process:
         buffer = io.BytesIO()
         torch.save(held, buffer)
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, buffer.getbuffer())
     accelerator.wait_for_everyone()
 
@@ -112,7 +113,13 @@ def load(path: Path, config: Config, learner: Learner, accelerator: Accelerator)
             f"the run in {path.parent} was started with other settings ({', '.join(changed) or 'tasks'}): "
             "resume it with the same ones, or start without resuming"
         )
-    learner.restore(tasks)
+    try:
+        learner.restore(tasks)
+    except RuntimeError as cause:  # load_state_dict: other keys or shapes
+        raise TrainingError(
+            f"the run in {path.parent} was started with another method, other options or other classes: add the task "
+            "as it was added then, or start without resuming"
+        ) from cause
     if accelerator.scaler is not None and held["scaler"] is not None:
         accelerator.scaler.load_state_dict(held["scaler"])
     rank = accelerator.process_index

@@ -1,6 +1,7 @@
 """How a task is trained, as plain data."""
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import NoneType, UnionType
@@ -10,7 +11,7 @@ from bitgraft.errors import TrainingError, did_you_mean
 
 LENGTHS = ("minutes", "steps", "epochs")  # the first one that is set decides how long a run is
 ROLES = ("scores", "k", "k1", "weights", "norms", "head")
-COUNTS = {"epochs": 1, "steps": 1, "batch": 1, "accumulate": 1, "seed": 0}
+COUNTS = {"epochs": 1, "steps": 1, "batch": 1, "accumulate": 1, "seed": 0, "size": 1, "resize": 1}
 """Whole numbers with the least value of each; they must fit into 64 bits."""
 MAX_MINUTES = 365 * 24 * 60
 AS_PRESET: Any = ...
@@ -108,13 +109,13 @@ class Config:
                 raise TrainingError(f"{name}={value!r}: give a whole number, at least {COUNTS[name]} and below 2**63")
             if name == "minutes" and value is not None and not 0 < value <= MAX_MINUTES:
                 raise TrainingError(f"minutes={value!r}: give a number above 0, at most {MAX_MINUTES:,} (a year)")
-            if name in ("warmup", "anneal_masks") and not 0 <= value < 1:
-                raise TrainingError(f"{name}={value!r}: give a share of the run, at least 0 and below 1")
+            if name in ("warmup", "anneal_masks", "label_smoothing") and not 0 <= value < 1:
+                raise TrainingError(f"{name}={value!r}: give a share, at least 0 and below 1")
+            if not all(0 <= number < math.inf for number in _numbers(value)):
+                raise TrainingError(f"{name}={value!r}: numbers must be finite, and not negative")
         for role, kind in given.get("optimizers", {}).items():
             if kind not in ("adam", "sgd"):
                 raise TrainingError(f"the optimiser of {role!r} is {kind!r}: choose 'adam' or 'sgd'")
-        if any(rate < 0 for rate in given.get("rates", {}).values()):
-            raise TrainingError(f"rates must not be negative: {dict(self.rates)}")
 
     def __repr__(self) -> str:
         return f"Config({', '.join(f'{name}={value!r}' for name, value in self.given().items())})"
@@ -159,6 +160,11 @@ def _matches(value: Any, annotation: Any) -> bool:
     if annotation in (int, float):
         return isinstance(value, int if annotation is int else int | float) and not isinstance(value, bool)
     return isinstance(value, annotation)
+
+
+def _numbers(value: Any) -> list[float]:
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else [value]
+    return [one for one in values if isinstance(one, int | float)]
 
 
 def _describe(annotation: Any) -> str:

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from bitgraft.errors import TrainingError
 from bitgraft.network import Network
-from bitgraft.training.batches import batch_size, call_model, to_device
+from bitgraft.training.batches import batch_size, call_model, to_device, to_dtype
 from bitgraft.training.inputs import to_evaluate
 from bitgraft.training.learner import Objective
 from bitgraft.training.loader import Loader
@@ -29,8 +29,9 @@ def measure(
         objective.check_labels(name, batch[1], loader.name)
         inputs, targets = to_device(batch, device)
         with accelerator.autocast():
-            output = call_model(partial(net, task=name), inputs, objective.forward_targets(targets))
-        loss = objective(name, output, targets, evaluating=True)
+            images = to_dtype(inputs, net.anatomy.dtype)
+            output = call_model(partial(net, task=name), images, objective.forward_targets(targets))
+        loss = objective(name, output, targets, batch_size(inputs), evaluating=True)
         sums[:2] += torch.stack([loss.float(), objective.num_correct(output, targets).float()])
         sums[2] += batch_size(inputs)
     task.train(was_training)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from bitgraft.network import Network
 from bitgraft.runtime.task_module import TaskModule
-from bitgraft.training.batches import call_model, to_device
+from bitgraft.training.batches import call_model, to_device, to_dtype
 from bitgraft.training.config import Config
 from bitgraft.training.inputs import check_several_classes
 from bitgraft.training.learner import Objective
@@ -67,7 +67,7 @@ def reset_statistics(
     """Set the statistics that training updates to the mean over one pass of (inputs, targets, micro-batch)."""
     task_module = TaskModule(net.tasks[name].train())
     task_module.refresh()
-    layers: list[Any] = [m for m in task_module.module.modules() if getattr(m, "running_mean", None) is not None]
+    layers: list[Any] = [m for m in task_module.module.modules() if getattr(m, "num_batches_tracked", None) is not None]
     layers = [layer for layer in layers if layer.training]
     if not layers:
         return
@@ -76,7 +76,8 @@ def reset_statistics(
         layer.num_batches_tracked.zero_()
     for inputs, targets, micro in batches:
         with over_processes(accelerator.num_processes, count=micro.local_size > 0):
-            call_model(task_module, *to_device((inputs, targets), accelerator.device))
+            inputs, targets = to_device((inputs, targets), accelerator.device)
+            call_model(task_module, to_dtype(inputs, net.anatomy.dtype), targets)
 
 
 @dataclass
@@ -126,7 +127,7 @@ def observe(
     try:
         for images, targets in batches:
             with inputs:
-                call_model(task_module, to_device(images, device))
+                call_model(task_module, to_dtype(to_device(images, device), net.anatomy.dtype))
             if head and isinstance(targets, Tensor):
                 observed.labels.append(targets)
     finally:
@@ -153,15 +154,15 @@ def _merged(shards: list[Observed]) -> Observed:
 
 
 def fit_head(net: Network, name: str, observed: Observed, device: torch.device, smoothing: float) -> None:
-    """Fit a linear head on all cached features by the cross entropy of training."""
-    if not observed.features:
+    """Fit a linear head on all cached features by the cross entropy of training, if the targets are class numbers."""
+    if not observed.features or not observed.labels:
         return
     features, labels = torch.cat(observed.features), torch.cat(observed.labels)
     features = features.flatten(1) if _is_pixel(features) else features
-    if features.dim() == 2:
-        weight, bias = _head_parameters(net, name)
+    weight, bias = _head_parameters(net, name)
+    if features.dim() == 2 and _are_classes(labels, len(weight)):
         device = device if features.nbytes <= ON_DEVICE else features.device
-        _minimise(features.to(device).float(), labels.to(device), smoothing, weight, bias)
+        _minimise(features.to(device).float(), labels.long().to(device), smoothing, weight, bias)
 
 
 def _head_parameters(net: Network, name: str) -> tuple[nn.Parameter, nn.Parameter | None]:
@@ -169,6 +170,11 @@ def _head_parameters(net: Network, name: str) -> tuple[nn.Parameter, nn.Paramete
     held: dict[str, Any] = task.owned if task.head is None else dict(task.head.named_parameters())
     prefix = f"{net.anatomy.heads[0]}." if task.head is None else ""
     return held[f"{prefix}weight"], held.get(f"{prefix}bias")
+
+
+def _are_classes(labels: Tensor, count: int) -> bool:
+    """Whether these are class numbers; a loss of the user's own takes any targets."""
+    return labels.dim() == 1 and not labels.is_floating_point() and 0 <= int(labels.min()) <= int(labels.max()) < count
 
 
 def _is_pixel(features: Tensor) -> bool:

@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from PIL.Image import Image
-from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
 
 from bitgraft.data.dataset import CACHE_BYTES, ImageDataset
 from bitgraft.data.images import Images, Splits, few
@@ -47,6 +55,10 @@ def prepared(
     labelled: bool = True,
 ) -> tuple[dict[str, Any], dict[str, Any], Config, int]:
     """Resolve the arguments of `fit`: (training data by task, validation data by task, settings, workers)."""
+    if config is not None and not isinstance(config, Config):
+        raise TrainingError(f"config is a {type(config).__name__}: pass a bitgraft.Config, such as Config(epochs=3)")
+    if not tasks or not isinstance(train, Mapping) or not isinstance(val, Mapping) or not train.keys() >= tasks.keys():
+        raise TrainingError("to train several tasks, name them, and pass data as a mapping from their names")
     given, config = {}, config or Config()
     for name in tasks:
         given[name], config, workers = from_loader(train[name], config, workers)
@@ -64,23 +76,34 @@ def from_loader(given: Any, config: Config, workers: int) -> tuple[Any, Config, 
     """Unwrap a DataLoader and use its batch size and workers unless others are given; return other data as is."""
     if not isinstance(given, DataLoader):
         return given, config, workers
-    if not isinstance(given.sampler, RandomSampler | SequentialSampler) or given.batch_size is None:
-        raise TrainingError(
-            "a DataLoader with its own sampler cannot be used, because `fit` chooses the batches: "
-            "pass loader.dataset, and class_weights='balanced' for rare classes"
-        )
-    return unwrapped(given), Config(batch=given.batch_size).changed(**config.given()), workers or given.num_workers
+    own = {} if given.batch_size is None else {"batch": given.batch_size}  # None only for a stream, which is refused
+    return unwrapped(given), Config().changed(**{**own, **config.given()}), workers or given.num_workers
 
 
 def unwrapped(given: Any) -> Any:
     """The data set of a DataLoader, with its `collate_fn` if that is the user's own; other data as is."""
     if not isinstance(given, DataLoader):
         return given
+    if isinstance(given.dataset, IterableDataset):
+        return given.dataset  # which is refused
+    if given.batch_size is None or not _takes_all(given.sampler):
+        raise TrainingError(
+            "a DataLoader with its own sampler cannot be used, because bitgraft chooses the batches: pass "
+            "loader.dataset, or a torch.utils.data.Subset of it, and class_weights='balanced' for rare classes"
+        )
     return given.dataset if given.collate_fn is default_collate else LoaderDataset(given)
+
+
+def _takes_all(sampler: Any) -> bool:
+    """Whether a sampler takes each item once, in any order."""
+    return isinstance(sampler, SequentialSampler) or (
+        isinstance(sampler, RandomSampler) and not sampler.replacement and len(sampler) == len(sampler.data_source)
+    )
 
 
 def to_train(task: Task, given: Any, val: Any, config: Config) -> tuple[Any, Any]:
     """(training data, validation data); by default a folder or splits provide both."""
+    _check_order(task, given)
     if isinstance(given, str | Path):
         given = open_data(given, seed=config.seed, val_share=0.1 if val is None else 0.0)
         for text in given.warnings:
@@ -105,6 +128,7 @@ def to_train(task: Task, given: Any, val: Any, config: Config) -> tuple[Any, Any
 def to_evaluate(task: Task, given: Any, split: str = "test", seed: int = 0) -> Any:
     """A data set with the task's preprocessing; `split` chooses images of a folder, split by `seed`, or of splits."""
     given, preprocessing = unwrapped(given), Preprocessing.from_dict(task.metadata.preprocessing)
+    _check_order(task, given)
     if isinstance(given, str | Path):
         given = open_to_evaluate(given, split, seed=seed)
     if isinstance(given, Splits):
@@ -112,6 +136,19 @@ def to_evaluate(task: Task, given: Any, split: str = "test", seed: int = 0) -> A
     if _has_pil_images(given):
         return ImageDataset(read_dataset(given, f"the data of task {task.name!r}"), preprocessing)
     return given
+
+
+def _check_order(task: Task, data: Any) -> None:
+    """Refuse a data set (torchvision's, or a subset of one) that numbers the task's classes in another order."""
+    whole = getattr(data, "dataset", data)
+    if isinstance(data, Splits) or getattr(whole, "target_transform", None) is not None:
+        return  # splits are matched by name
+    names, known = list(getattr(whole, "classes", None) or ()), list(task.classes or ())
+    if names != known and sorted(map(str, names)) == sorted(known):
+        raise DataError(
+            f"the data numbers its classes {few(names)}, but task {task.name!r} {few(known)}: "
+            "add the task with classes=dataset.classes"
+        )
 
 
 def check_several_classes(task: Task, labels: Sequence[int] | None) -> None:
@@ -159,7 +196,7 @@ def labelled(splits: Splits, part: str, classes: Sequence[str], whose: str, choi
 
     `choice` is how the user chooses another split.
     """
-    images: Images | None = getattr(splits, part)
+    images: Images | None = getattr(splits, part, None)
     if not images:
         others = ", ".join(choice.format(name) for name in ("train", "val", "test") if getattr(splits, name))
         raise DataError(f"{splits.name} has no {part} images: choose {others}")
@@ -196,7 +233,7 @@ def _has_pil_images(data: Any) -> bool:
     """Whether this is a data set of PIL images with labels."""
     if isinstance(data, LoaderDataset | ImageDataset | TensorDataset | str | Path | Splits):
         return False
-    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+    if isinstance(data, IterableDataset) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise TrainingError(
             f"a {type(data).__name__} has no length or no items: give a folder, a Dataset of (image, label), or a "
             "DataLoader over one"

@@ -16,7 +16,7 @@ from bitgraft.errors import TrainingError
 from bitgraft.network import Network
 from bitgraft.task import Task
 from bitgraft.training import cpu
-from bitgraft.training.batches import call_model, take_rows, to_device
+from bitgraft.training.batches import batch_size, call_model, take_rows, to_device, to_dtype
 from bitgraft.training.joint import SHARED, Shared, shared_weights
 from bitgraft.training.loader import InterleavedLoader, StepBatch
 from bitgraft.training.processes import gathered, random_state, set_random_state
@@ -42,9 +42,9 @@ class Learner(nn.Module):
         self._learned = nn.ModuleList(self.parts.values())
 
     def forward(self, inputs: Any, task: str, targets: Any = None) -> Any:
-        task_module = self._net[0].ready(task)
-        with cpu.fast_convolutions(self._net[0].anatomy.device):
-            return call_model(task_module, inputs, targets)
+        task_module, anatomy = self._net[0].ready(task), self._net[0].anatomy
+        with cpu.fast_convolutions(anatomy.device):
+            return call_model(task_module, to_dtype(inputs, anatomy.dtype), targets)
 
     def roles(self) -> list[tuple[str, nn.Parameter]]:
         """All trained parameters with their roles."""
@@ -81,6 +81,10 @@ class Objective:
     """Cross entropy with its usual options, or the user's own loss; always the sum over a batch."""
 
     def __init__(self, tasks: Collection[Task], loss: Loss | None = None, label_smoothing: float = 0.0) -> None:
+        if not (loss is None or loss == "model" or callable(loss)):
+            raise TrainingError(
+                f"loss={loss!r}: pass a function of (output, targets), or 'model' for the network's own"
+            )
         self.loss, self.label_smoothing = loss, label_smoothing
         self.classes = {task.name: len(task.classes) if task.classes is not None else None for task in tasks}
         self.class_weights: dict[str, Tensor | None] = dict.fromkeys(self.classes)
@@ -97,21 +101,28 @@ class Objective:
                 raise TrainingError("class_weights='balanced' needs a data set with a list `labels`: give the weights")
             self.class_weights[task] = balanced_weights(torch.as_tensor(labels), classes).to(device)
         else:
+            if len(weights) != (classes := self.classes[task]):
+                raise TrainingError(f"{len(weights)} class weights for task {task!r}, which has {classes} classes")
             self.class_weights[task] = torch.tensor(weights, device=device)
 
     def forward_targets(self, targets: Any) -> Any:
         """The targets if the network's forward takes them, otherwise None."""
         return targets if self.loss == "model" else None
 
-    def __call__(self, task: str, output: Any, target: Any, *, evaluating: bool = False) -> Tensor:
+    def __call__(self, task: str, output: Any, target: Any, images: int, *, evaluating: bool = False) -> Tensor:
         """The loss of training; or without label smoothing and class weights, to compare runs that differ in these."""
         if self.loss is not None:
-            return (model_loss(output) if self.loss == "model" else self.loss(output, target)) * len(target)
+            return (model_loss(output) if self.loss == "model" else self.loss(output, target)) * images
         scores = self._as_logits[task](logits(output))
+        if target.shape != (needed := scores.shape[:1] + scores.shape[2:]):
+            raise TrainingError(
+                f"task {task!r} gives scores of shape {tuple(scores.shape)}, so labels must have the shape "
+                f"{tuple(needed)}, not {tuple(target.shape)}: change them, or pass a loss that takes them"
+            )
         weights, smoothing = (None, 0.0) if evaluating else (self.class_weights[task], self.label_smoothing)
         reduction = "sum" if target.dim() == 1 else "mean"  # labels per pixel or word: a mean over the batch's
-        loss = F.cross_entropy(scores, target, weights, label_smoothing=smoothing, reduction=reduction)
-        return loss if reduction == "sum" else loss * len(target)
+        loss = F.cross_entropy(scores, target.long(), weights, label_smoothing=smoothing, reduction=reduction)
+        return loss if reduction == "sum" else loss * images
 
     def num_correct(self, output: Any, target: Any) -> Tensor:
         """Correct answers in a batch; with labels per pixel, their share times the images; 0 with a custom loss."""
@@ -125,7 +136,13 @@ class Objective:
     def check_labels(self, task: str, targets: Any, data_name: str) -> None:
         """Refuse labels outside the head. Call it while targets are on the CPU."""
         classes = self.classes[task]
-        if self.loss is not None or classes is None or not isinstance(targets, Tensor):
+        if self.loss is None and (not isinstance(targets, Tensor) or targets.is_floating_point()):
+            found = f"of type {targets.dtype}" if isinstance(targets, Tensor) else f"in a {type(targets).__name__}"
+            raise TrainingError(
+                f"{data_name} has labels {found}, not a tensor of class numbers: number the classes from 0, or pass a "
+                "loss that takes such labels"
+            )
+        if self.loss is not None or classes is None:
             return
         labels = targets if targets.dim() == 1 else targets[targets != IGNORED]
         low, high = (int(labels.min()), int(labels.max())) if labels.numel() else (0, 0)
@@ -201,7 +218,8 @@ def dry_run(
     task, rng_state = learner.tasks[step_batch.task].train(), random_state(device)
     held, task.holds_statistics = task.holds_statistics, True
     with accelerator.autocast():
-        loss = objective(task.name, learner(inputs, task.name, objective.forward_targets(targets)), targets)
+        output = learner(inputs, task.name, objective.forward_targets(targets))
+        loss = objective(task.name, output, targets, batch_size(inputs))
     loss.backward()  # type: ignore[no-untyped-call]
     task.holds_statistics = held
     set_random_state(rng_state, device)

@@ -207,7 +207,8 @@ def make_loaders(
     train_loaders, val_loaders = {}, {}
     for name, task in tasks.items():
         has_batch_norm = any(tensor.endswith(".running_mean") for tensor in task.owned)
-        min_size = 2 if has_batch_norm and config.statistics == "batch" else 1
+        has_tail = any(transform.tail is not None for transform in task.transforms.values())  # with a batch norm
+        min_size = 2 if has_tail or (has_batch_norm and config.statistics == "batch") else 1
         batching = {"accumulate": config.accumulate, "min_size": min_size}
         train_loaders[name] = Loader(
             train[name], "training", name, config.batch, accelerator, workers, config.seed, **batching

@@ -60,7 +60,7 @@ def fit(
         val: likewise; used to measure accuracy after each epoch and to keep the best one. By default the folder's own.
         config: changes to the preset that the (first) task was added with.
         loss: replaces cross entropy: a function of (output, targets), or "model" for the network's own.
-        folder: where to write checkpoints; by default none are written.
+        folder: where to write checkpoints; it is created. By default none are written.
         resume: continue from the checkpoint in `folder`.
         callbacks: called at steps and epochs, for progress and metrics.
         workers: processes that load data.
@@ -199,7 +199,7 @@ class _Run:
             with nullcontext() if is_last else self.accelerator.no_sync(self.model):
                 with self.accelerator.autocast(), over_processes(world_size, counts):
                     output = self.model(x, name, self.objective.forward_targets(y))
-                    loss = self.objective(name, output, y)  # the sum over this process's images
+                    loss = self.objective(name, output, y, micro.rows)  # the sum over this process's images
                 # DDP averages over processes, so this is the gradient of the mean over the whole batch
                 self.accelerator.backward(loss * (world_size * counts / step_batch.global_size))
             if counts:

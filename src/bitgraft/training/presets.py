@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bitgraft.errors import TrainingError
+from bitgraft.methods import registry
 from bitgraft.training.config import ROLES, Config
 
 PAPER = Config(
@@ -110,7 +111,7 @@ def preset(name: str, method: str = "full") -> Config:
     """The settings of a preset for a method."""
     if name not in PRESETS:
         raise TrainingError(f"there is no preset {name!r}; known are {', '.join(PRESETS)}")
-    return for_method(PRESETS[name], name, method)
+    return for_method(PRESETS[name], name, registry.get(method).name)
 
 
 def for_method(config: Config, preset: str, method: str) -> Config:

@@ -33,10 +33,10 @@ def describe(net: Network, name: str, data: Splits | str | Path, *, workers: int
         data: the task's images, as `fit` takes them: a folder or the result of `open_data`.
         workers: processes that load images.
     """
-    task, splits = net.tasks[name], data if isinstance(data, Splits) else open_data(data)
+    task, splits = net._added(name), data if isinstance(data, Splits) else open_data(data)
     if not task.classes:
         raise TaskError(f"task {name!r} has no classes, so its images cannot be described")
-    task.description = None
+    before, task.description = task.description, None
     size, was_training = len(to_bytes(pack_task(task, net.fingerprint))), task.training
     task.eval()
     try:
@@ -45,10 +45,12 @@ def describe(net: Network, name: str, data: Splits | str | Path, *, workers: int
         fitted = fit_description(features, labels, len(task.classes), rank)
         if splits.val:
             features, _, own = _features(net, name, splits, "val", workers, run=True)
-        task.description = calibrated(fitted, features, own)
+        task.description = found = calibrated(fitted, features, own)
     finally:
         task.train(was_training)
-    return task.description
+        if task.description is None:  # it failed
+            task.description = before
+    return found
 
 
 def _features(
@@ -61,7 +63,7 @@ def _features(
     step = -(-len(data) // MAX_IMAGES)
     sample = Subset(data, range(0, len(data), step))
     for pixels, targets in DataLoader(sample, batch_size=BATCH, num_workers=workers):
-        pixels = pixels.to(net.anatomy.device)
+        pixels = pixels.to(net.anatomy.device, net.anatomy.dtype)
         features.append(net.features(pixels).cpu())
         labels.append(targets)
         if run:

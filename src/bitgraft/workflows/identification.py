@@ -66,8 +66,9 @@ def find(net: Network, images: Sequence[Prepared], *, top: int = 5, tasks: int =
 
     {"task": "flowers", "route": [{"task": "flowers", "score": 0.98}, ...], "answers": [{"class": "rose", ...}, ...]}
     """
-    wanted, device = preprocessings(net), net.anatomy.device
-    stacked = {one: torch.stack([image[one] for image in images]).to(device) for one in dict.fromkeys(wanted.values())}
+    wanted, stacked = preprocessings(net), dict[Preprocessing, Tensor]()
+    for one in dict.fromkeys(wanted.values()):
+        stacked[one] = torch.stack([image[one] for image in images]).to(net.anatomy.device, net.anatomy.dtype)
     decision = net.decide({name: stacked[one] for name, one in wanted.items()})
     return as_answers(decision, {name: task.classes for name, task in net.tasks.items()}, top=top, tasks=tasks)
 

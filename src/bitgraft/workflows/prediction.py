@@ -69,13 +69,13 @@ def preprocessing_of(net: Network, task: str) -> Preprocessing:
 @torch.no_grad()
 def torch_scores(net: Network, task: str, images: Tensor) -> Tensor:
     """Return the task's scores, (N, classes), on the CPU."""
-    return logits(net(images.to(net.anatomy.device), task=task)).cpu()
+    return logits(net(images.to(net.anatomy.device, net.anatomy.dtype), task=task)).cpu()
 
 
 @torch.no_grad()
 def passing_scores(net: Network, task: str, images: Tensor) -> Tensor:
     """Return the same scores without caching the task's module if there is no room for it."""
-    return torch.stack(net(images.to(net.anatomy.device), task=[task] * len(images))).cpu()
+    return torch.stack(net(images.to(net.anatomy.device, net.anatomy.dtype), task=[task] * len(images))).cpu()
 
 
 def graph_session(net: Network, task: str, graph: Graph) -> Session:
