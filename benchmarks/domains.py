@@ -1,82 +1,172 @@
-"""Print tables over domains: `python -m benchmarks.domains RECORDS...`.
+"""Write the tables of docs/results/domains.md: `python -m benchmarks.domains RECORDS...`.
 
-RECORDS are run folders of `bitgraft bench` or records.jsonl files. The first table has the test accuracy of every row
-on every domain, at the best epoch on validation. The second chooses among the settings (rows) of each method: for each
-domain it takes the setting with the best mean validation accuracy on all other domains, and shows its test accuracy.
+RECORDS are run folders of `bitgraft bench` or records.jsonl files of the suites domains, bits and domains-grid. All
+accuracies are those of the best epoch on validation, in per cent. Tables are written between marks:
+
+- rows: test accuracy of every method at 1,000 steps, mean over seeds;
+- short: the same at 250 steps, each method with the settings of its preset;
+- settings: what `domains-grid` tried for each method. The left-out figure takes, for each domain, the setting with the
+  best mean validation accuracy on all other domains;
+- ablation: what each setting of `full` is worth.
 """
 
 import argparse
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 
+from benchmarks.tables import between_marks
+from bitgraft.backbone.files import write_atomically
+from bitgraft.paper.bench.reading import load_suite
 from bitgraft.paper.report.records import Record, read_records
 
-Accuracies = dict[str, dict[str, dict[str, float]]]
+PAGE = Path("docs/results/domains.md")
+DOMAINS = {dataset.name: dataset.title for dataset in load_suite("domains").datasets}
+GRID = "domains-grid"
+SCREEN = ("cub", "dtd", "omniglot", "gtsrb")
+"""Settings are tried on these first; good ones on all."""
+SHORT = {
+    "classifier": "linear probe",
+    "norms-1e-2": "norms only",
+    "lora8-corrected-eps-1e-4": "LoRA rank 8",
+    "piggyback-bn-5e-4": "Piggyback-BN",
+    "full-2e-3-eps-1e-8": "`full`",
+    "finetune-2e-3": "fine-tuning",
+}
+"""Rows of the grid with the settings of the `default` preset."""
+OURS = "full-2e-3-eps-1e-8"
+ABLATION = ("hard", "uncorrected", "uncentred", "unclipped", "unsmoothed", "batch", "unscaled")
 
 
-def by_method(records: list[Record], what: str) -> Accuracies:
-    """Return method -> row -> domain -> accuracy in percent at the selected epoch, averaged over seeds."""
-    found: dict[str, dict[str, dict[str, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+@dataclass
+class Row:
+    """The runs of one row of a suite: seed -> domain -> record."""
+
+    title: str
+    method: str
+    seeds: dict[int, dict[str, Record]]
+
+    def accuracy(self, domain: str, what: str = "test_accuracy") -> float | None:
+        """Mean over the seeds that have this domain."""
+        found = [100 * getattr(runs[domain].selected, what) for runs in self.seeds.values() if domain in runs]
+        return mean(found) if found else None
+
+    def mean(self, domains: Iterable[str] = DOMAINS, what: str = "test_accuracy") -> float | None:
+        """Mean over these domains; None if one is missing."""
+        values = [value for name in domains if (value := self.accuracy(name, what)) is not None]
+        return mean(values) if len(values) == len(list(domains)) else None
+
+    def spread(self) -> float | None:
+        """Standard deviation of the mean over all domains, between seeds that have them all."""
+        whole = [runs for runs in self.seeds.values() if runs.keys() >= DOMAINS.keys()]
+        means = [mean(100 * (runs[name].selected.test_accuracy or 0) for name in DOMAINS) for runs in whole]
+        return stdev(means) if len(means) > 1 else None
+
+    @property
+    def bits(self) -> float | None:
+        stated = [
+            record.bits_per_weight
+            for runs in self.seeds.values()
+            for record in runs.values()
+            if record.bits_per_weight is not None
+        ]
+        return mean(stated) if stated else None
+
+
+def collect(records: Iterable[Record], suites: Sequence[str]) -> dict[str, Row]:
+    """Return row -> its runs."""
+    rows: dict[str, Row] = {}
     for record in records:
-        value = getattr(record.selected, what)
-        found[record.method][record.row][record.dataset].append(100 * value)
-    return {
-        method: {row: {name: mean(seeds) for name, seeds in domains.items()} for row, domains in rows.items()}
-        for method, rows in found.items()
-    }
+        if record.suite in suites and record.selected.test_accuracy is not None:
+            row = rows.setdefault(record.row, Row(record.title or record.row, record.method, defaultdict(dict)))
+            row.seeds[record.seed][record.dataset] = record
+    return rows
 
 
-def comparison(records: list[Record]) -> str:
-    """Return a table with one line per domain and one column per row, and means of the complete rows."""
-    rows = {
-        row: values for of_method in by_method(records, "test_accuracy").values() for row, values in of_method.items()
-    }
-    domains = sorted({record.dataset for record in records})
-    lines = ["| | " + " | ".join(rows) + " |", "|---" + "|--:" * len(rows) + "|"]
-    for name in domains:
-        cells = [f"{row[name]:.1f}" if name in row else "" for row in rows.values()]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    means = [f"{mean(row.values()):.1f}" if len(row) == len(domains) else "" for row in rows.values()]
-    return "\n".join([*lines, f"| mean | {' | '.join(means)} |"])
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    marks = ["---", *["--:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, marks, *lines))
 
 
-def chosen(rows: dict[str, dict[str, float]], left_out: str) -> str:
+def shown(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def comparison(rows: Iterable[tuple[str, Row]]) -> str:
+    """A line per row: bits, seeds, accuracy on each domain and in the mean."""
+    lines = []
+    for title, row in rows:
+        spread = f" ± {row.spread():.1f}" if row.spread() is not None else ""
+        total = row.mean()
+        bits = "" if row.bits is None else f"{row.bits:.2g}"
+        cells = [shown(row.accuracy(name)) for name in DOMAINS]
+        lines.append([title, bits, str(len(row.seeds)), *cells, f"**{total:.1f}**{spread}" if total else ""])
+    return table(["", "bits", "seeds", *DOMAINS.values(), "**mean**"], lines)
+
+
+def chosen(rows: dict[str, Row], left_out: str) -> str:
     """Return the setting with the best mean validation accuracy, one domain left out."""
-    return max(rows, key=lambda row: mean(value for name, value in rows[row].items() if name != left_out))
+    rest = [name for name in DOMAINS if name != left_out]
+    return max(rows, key=lambda row: rows[row].mean(rest, "val_accuracy") or 0)
 
 
-def settings(records: list[Record]) -> str:
-    validation, test = by_method(records, "val_accuracy"), by_method(records, "test_accuracy")
-    domains = sorted({record.dataset for record in records})
-    complete = {
-        method: {row: values for row, values in rows.items() if set(values) == set(domains)}
-        for method, rows in validation.items()
-    }
-    lines = [
-        "| method | setting, times chosen | " + " | ".join(domains) + " | mean |",
-        "|---" * (len(domains) + 3) + "|",
-    ]
-    for method, rows in complete.items():
-        if not rows:
+def settings(grid: dict[str, Row]) -> str:
+    """A line per setting, and per method the accuracy of those chosen with one domain left out."""
+    lines = []
+    by_method: dict[str, dict[str, Row]] = defaultdict(dict)
+    for name, row in grid.items():
+        by_method[row.method][name] = row
+    for rows in by_method.values():
+        complete = {name: row for name, row in rows.items() if row.mean() is not None}
+        picks = [chosen(complete, name) for name in DOMAINS] if len(complete) > 1 else []
+        for name, row in rows.items():
+            of = [(row.mean(part, "val_accuracy"), row.mean(part)) for part in (SCREEN, DOMAINS)]
+            cells = [f"{val:.1f} / {test:.1f}" if val is not None else "" for val, test in of]
+            lines.append([row.title, *cells, str(picks.count(name) or "") if picks else ""])
+        if picks:
+            left_out = mean(complete[pick].accuracy(name) or 0 for pick, name in zip(picks, DOMAINS, strict=True))
+            lines.append(
+                [f"*{next(iter(rows.values())).method}, chosen with one domain left out*", "", shown(left_out), ""]
+            )
+    return table(["setting, 250 steps", "four domains", "all ten", "times chosen"], lines)
+
+
+def ablation(grid: dict[str, Row]) -> str:
+    """What `full` loses without each setting, with the standard error over domains."""
+    ours, lines = grid[OURS], []
+    for row in (grid[name] for name in (f"full-{part}" for part in ABLATION) if name in grid):
+        both = [name for name in DOMAINS if row.accuracy(name) is not None]
+        if len(both) < len(DOMAINS):
             continue
-        picks = {name: chosen(rows, name) for name in domains}
-        values = [test[method][picks[name]][name] for name in domains]
-        counts = ", ".join(f"{row} {list(picks.values()).count(row)}" for row in rows if row in picks.values())
-        lines.append(f"| {method} | {counts} | " + " | ".join(f"{v:.1f}" for v in values) + f" | {mean(values):.1f} |")
-    lines += ["", "Every setting, validation and test accuracy, mean over the domains:", ""]
-    lines += ["| row | validation | test |", "|---|---|---|"]
-    for method, rows in complete.items():
-        for row, values in rows.items():
-            lines.append(f"| {row} | {mean(values.values()):.1f} | {mean(test[method][row].values()):.1f} |")
-    return "\n".join(lines)
+        losses = [(ours.accuracy(name) or 0) - (row.accuracy(name) or 0) for name in both]
+        error = stdev(losses) / len(losses) ** 0.5
+        worse = sum(loss > 0 for loss in losses)
+        loss = f"{mean(losses):+.1f} ± {error:.1f}"
+        lines.append(
+            [row.title, shown(row.mean(what="val_accuracy")), shown(row.mean()), loss, f"{worse} of {len(both)}"]
+        )
+    return table(["", "validation", "test", "loss", "worse on"], lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path, nargs="+")
     records = [record for path in parser.parse_args().records for record in read_records(path)]
-    print(comparison(records), settings(records), sep="\n\n")
+    long, grid = collect(records, ("domains", "bits")), collect(records, (GRID,))
+    page, ranked = PAGE.read_text(), sorted(long.values(), key=lambda row: row.mean() or 0)
+    whole = [(row.title, row) for row in ranked if row.mean() is not None and "," not in row.title]
+    tables = {
+        "rows": comparison(whole),
+        "short": comparison((title, grid[name]) for name, title in SHORT.items() if name in grid),
+        "settings": settings(grid),
+        "ablation": ablation(grid),
+    }
+    for mark, text in tables.items():
+        page = between_marks(page, f"domains:{mark}", text)
+        print(f"\n{text}")
+    write_atomically(PAGE, page.encode())
 
 
 if __name__ == "__main__":

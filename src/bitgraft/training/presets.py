@@ -84,7 +84,7 @@ _RATES: Mapping[str, Mapping[str, Any]] = {
     "adapters-joint": {"rates": {"weights": 1e-4}},
     "classifier": {},
 }
-_MASKS: Mapping[str, Any] = {"rates": {"scores": 4e-3, "k": 3e-3}, "eps": 2e-3, "anneal_masks": 0.6}
+_MASKS: Mapping[str, Any] = {"rates": {"k": 3e-3}, "eps": 1e-8, "anneal_masks": 0.6}
 _CORRECTED: Mapping[str, Mapping[str, Any]] = {
     **{method: _uncorrected(given) for method, given in _RATES.items()},
     "full": _MASKS,
