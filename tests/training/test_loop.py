@@ -366,6 +366,8 @@ def test_resuming_with_other_settings_or_without_a_checkpoint_is_refused(tmp_pat
     fit(network(), "stripes", stripes(32, 1), None, SHORT, folder=tmp_path)
     with pytest.raises(TrainingError, match=r"other settings \(batch\)"):
         fit(network(), "stripes", stripes(32, 1), None, SHORT.changed(batch=8), folder=tmp_path, resume=True)
+    with pytest.raises(TrainingError, match=r"other settings \(number of images\)"):
+        fit(network(), "stripes", stripes(40, 1), None, SHORT, folder=tmp_path, resume=True)
     with pytest.raises(TrainingError, match="was started with another method, other options or other classes"):
         fit(network("simple"), "stripes", stripes(32, 1), None, SHORT, folder=tmp_path, resume=True)
     (tmp_path / "state.pt").write_bytes(b"nonsense")

@@ -73,11 +73,11 @@ class State:
     """Optimisers to save, or their loaded state dicts; none before a phase's first step."""
 
 
-def save(path: Path, config: Config, state: State, learner: Learner, accelerator: Accelerator) -> None:
+def save(path: Path, settings: Mapping[str, Any], state: State, learner: Learner, accelerator: Accelerator) -> None:
     """Call it in all processes: the main one writes, and all go on once it has."""
     own = random_state(accelerator.device) | {"sums": state.sums.cpu()}
     held = {
-        "config": asdict(config),
+        "settings": dict(settings),
         "at": asdict(state.at),
         "result": asdict(state.result),
         "best_tasks": state.best_tasks,
@@ -94,20 +94,20 @@ def save(path: Path, config: Config, state: State, learner: Learner, accelerator
     accelerator.wait_for_everyone()
 
 
-def load(path: Path, config: Config, learner: Learner, accelerator: Accelerator) -> State:
+def load(path: Path, settings: Mapping[str, Any], learner: Learner, accelerator: Accelerator) -> State:
     """Restore the learner, the random state and the gradient scaler; return the rest.
 
-    A checkpoint holds only tensors and plain data: loading it executes no code.
+    `settings` must be those that the run was saved with. A checkpoint holds only tensors and plain data: loading it executes no code.
     """
     if not path.exists():
         raise TrainingError(f"there is nothing to resume in {path.parent}: start without resuming")
     try:
         held = torch.load(path, map_location="cpu", weights_only=True)
-        settings, at, result = held["config"], Position(**held["at"]), Result(**held["result"])
+        before, at, result = held["settings"], Position(**held["at"]), Result(**held["result"])
         tasks, processes = held["tasks"], held["processes"]
     except Exception as cause:  # a damaged file can raise anything
         raise TrainingError(f"the checkpoint {path} cannot be read ({cause}): remove it and start again") from cause
-    changed = sorted(name for name, value in asdict(config).items() if settings.get(name) != value)
+    changed = sorted(name for name, value in settings.items() if before.get(name) != value)
     if changed or set(tasks) != set(learner.parts):
         raise TrainingError(
             f"the run in {path.parent} was started with other settings ({', '.join(changed) or 'tasks'}): "

@@ -180,6 +180,11 @@ class InterleavedLoader:
     def __len__(self) -> int:
         return len(self.order)
 
+    @property
+    def images(self) -> dict[str, int]:
+        """The number of images of each task."""
+        return {task: len(loader.data) for task, loader in self.loaders.items()}
+
     def from_step(self, epoch: int, step: int) -> Iterator[StepBatch]:
         streams = {}
         for name, loader in self.loaders.items():

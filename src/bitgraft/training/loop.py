@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,7 @@ class _Run:
                 task.scale_k2_by_r(config.scale_k2_by_r, config.seed)
         self.net.to(device)
         self.learner = Learner(self.net, self.tasks.values())
+        self.settings = {**asdict(config), "number of images": self.train_loader.images}
         self.at, self.result = Position(), Result()
         self.best: Values | None = None  # after the best epoch
         self.good: Values = self.learner.values()  # the last values known to be finite
@@ -288,12 +289,12 @@ class _Run:
             self._check_finite()
             begun = self.at.epoch > 0 or self.at.step > 0  # each phase builds new optimisers
             state = State(self.at, self.result, self.best, self.sums, self.optimizers if begun else ())
-            checkpoint.save(self.path, self.config, state, self.learner, self.accelerator)
+            checkpoint.save(self.path, self.settings, state, self.learner, self.accelerator)
 
     def _load(self) -> State:
         if self.path is None:
             raise TrainingError("resume=True needs the folder of the run: pass folder=...")
-        state = checkpoint.load(self.path, self.config, self.learner, self.accelerator)
+        state = checkpoint.load(self.path, self.settings, self.learner, self.accelerator)
         self.at, self.result, self.best, self.good = state.at, state.result, state.best_tasks, self.learner.values()
         self.sums.copy_(state.sums)
         return state
