@@ -4,9 +4,8 @@ RECORDS are run folders of `bitgraft bench` or records.jsonl files of the suites
 accuracies are those of the best epoch on validation, in per cent. Tables are written between marks:
 
 - rows: test accuracy of every method at 1,000 steps, mean over seeds;
-- short: the same at 250 steps, each method with the settings of its preset;
-- settings: what `domains-grid` tried for each method. The left-out figure takes, for each domain, the setting with the
-  best mean validation accuracy on all other domains;
+- settings: test accuracy of what `domains-grid` tried for each method at 250 steps. The line "left out" takes, for each
+  domain, the setting with the best mean validation accuracy on all other domains;
 - ablation: what each setting of `full` is worth.
 """
 
@@ -27,17 +26,12 @@ DOMAINS = {dataset.name: dataset.title for dataset in load_suite("domains").data
 GRID = "domains-grid"
 SCREEN = ("cub", "dtd", "omniglot", "gtsrb")
 """Settings are tried on these first; good ones on all."""
-SHORT = {
-    "classifier": "linear probe",
-    "norms-1e-2": "norms only",
-    "lora8-corrected-eps-1e-4": "LoRA rank 8",
-    "piggyback-bn-5e-4": "Piggyback-BN",
-    "full-2e-3-eps-1e-8": "`full`",
-    "finetune-2e-3": "fine-tuning",
-}
+PRESET = ("norms-1e-2", "lora8-corrected-eps-1e-4", "piggyback-bn-5e-4", "full-2e-3-eps-1e-8", "finetune-2e-3")
 """Rows of the grid with the settings of the `default` preset."""
 OURS = "full-2e-3-eps-1e-8"
-ABLATION = ("hard", "uncorrected", "uncentred", "unclipped", "unsmoothed", "batch", "unscaled")
+ABLATION = tuple(
+    f"full-{part}" for part in ("hard", "uncorrected", "uncentred", "unclipped", "unsmoothed", "batch", "unscaled")
+)
 
 
 @dataclass
@@ -100,7 +94,7 @@ def comparison(rows: Iterable[tuple[str, Row]]) -> str:
     for title, row in rows:
         spread = f" ± {row.spread():.1f}" if row.spread() is not None else ""
         total = row.mean()
-        bits = "" if row.bits is None else f"{row.bits:.2g}"
+        bits = "32" if row.method == "finetune" else f"{row.bits:.2g}" if row.bits is not None else ""
         cells = [shown(row.accuracy(name)) for name in DOMAINS]
         lines.append([title, bits, str(len(row.seeds)), *cells, f"**{total:.1f}**{spread}" if total else ""])
     return table(["", "bits", "seeds", *DOMAINS.values(), "**mean**"], lines)
@@ -113,41 +107,36 @@ def chosen(rows: dict[str, Row], left_out: str) -> str:
 
 
 def settings(grid: dict[str, Row]) -> str:
-    """A line per setting, and per method the accuracy of those chosen with one domain left out."""
+    """A line per setting, and per method one for those chosen with one domain left out."""
     lines = []
     by_method: dict[str, dict[str, Row]] = defaultdict(dict)
     for name, row in grid.items():
-        by_method[row.method][name] = row
-    for rows in by_method.values():
+        if name not in ABLATION:
+            by_method[row.method][name] = row
+    for method, rows in by_method.items():
+        for name, row in sorted(rows.items(), key=lambda pair: pair[1].mean(SCREEN, "val_accuracy") or 0):
+            means = [row.mean(part, what) for part in (SCREEN, DOMAINS) for what in ("val_accuracy", "test_accuracy")]
+            title = f"**{row.title}**" if name in PRESET else row.title
+            lines.append([title, *(shown(row.accuracy(name)) for name in DOMAINS), *map(shown, means)])
         complete = {name: row for name, row in rows.items() if row.mean() is not None}
-        picks = [chosen(complete, name) for name in DOMAINS] if len(complete) > 1 else []
-        for name, row in rows.items():
-            of = [(row.mean(part, "val_accuracy"), row.mean(part)) for part in (SCREEN, DOMAINS)]
-            cells = [f"{val:.1f} / {test:.1f}" if val is not None else "" for val, test in of]
-            lines.append([row.title, *cells, str(picks.count(name) or "") if picks else ""])
-        if picks:
-            left_out = mean(complete[pick].accuracy(name) or 0 for pick, name in zip(picks, DOMAINS, strict=True))
-            lines.append(
-                [f"*{next(iter(rows.values())).method}, chosen with one domain left out*", "", shown(left_out), ""]
-            )
-    return table(["setting, 250 steps", "four domains", "all ten", "times chosen"], lines)
+        if len(complete) > 1:
+            picks = {name: chosen(complete, name) for name in DOMAINS}
+            cells = [complete[pick].accuracy(name) or 0 for name, pick in picks.items()]
+            lines.append([f"*{method}, left out*", *map(shown, cells), "", "", "", shown(mean(cells))])
+    head = ["", *DOMAINS.values(), "four, validation", "four, test", "ten, validation", "ten, test"]
+    return table(head, lines)
 
 
 def ablation(grid: dict[str, Row]) -> str:
     """What `full` loses without each setting, with the standard error over domains."""
-    ours, lines = grid[OURS], []
-    for row in (grid[name] for name in (f"full-{part}" for part in ABLATION) if name in grid):
-        both = [name for name in DOMAINS if row.accuracy(name) is not None]
-        if len(both) < len(DOMAINS):
-            continue
-        losses = [(ours.accuracy(name) or 0) - (row.accuracy(name) or 0) for name in both]
+    lines = []
+    for row in (grid[name] for name in ABLATION if name in grid):
+        pairs = [(grid[OURS].accuracy(name), row.accuracy(name)) for name in DOMAINS]
+        losses = [before - without for before, without in pairs if before is not None and without is not None]
         error = stdev(losses) / len(losses) ** 0.5
-        worse = sum(loss > 0 for loss in losses)
-        loss = f"{mean(losses):+.1f} ± {error:.1f}"
-        lines.append(
-            [row.title, shown(row.mean(what="val_accuracy")), shown(row.mean()), loss, f"{worse} of {len(both)}"]
-        )
-    return table(["", "validation", "test", "loss", "worse on"], lines)
+        worse = f"{sum(loss > 0 for loss in losses)} of {len(losses)}"
+        lines.append([row.title, f"{mean(losses):+.1f} ± {error:.1f}", worse])
+    return table(["", "points lost without it", "domains that lose"], lines)
 
 
 def main() -> None:
@@ -155,11 +144,11 @@ def main() -> None:
     parser.add_argument("records", type=Path, nargs="+")
     records = [record for path in parser.parse_args().records for record in read_records(path)]
     long, grid = collect(records, ("domains", "bits")), collect(records, (GRID,))
-    page, ranked = PAGE.read_text(), sorted(long.values(), key=lambda row: row.mean() or 0)
-    whole = [(row.title, row) for row in ranked if row.mean() is not None and "," not in row.title]
+    whole = [(row.title, row) for row in long.values() if row.mean() is not None and "," not in row.title]
+    whole = [("Linear probe, 250 steps", grid["classifier"]), *sorted(whole, key=lambda pair: pair[1].mean() or 0)]
+    page = PAGE.read_text()
     tables = {
         "rows": comparison(whole),
-        "short": comparison((title, grid[name]) for name, title in SHORT.items() if name in grid),
         "settings": settings(grid),
         "ablation": ablation(grid),
     }
