@@ -12,7 +12,7 @@ from torch.amp.autocast_mode import is_autocast_available
 from bitgraft.backbone.anatomy import Anatomy
 from bitgraft.backbone.files import check_name as check_name
 from bitgraft.errors import TaskError
-from bitgraft.transforms.base import Prunable, Transform, widened
+from bitgraft.transforms.base import Prunable, Transform, rms, widened
 from bitgraft.transforms.levels import Levels, fit_cells_to_file
 from bitgraft.transforms.masked import Masked, transformed
 from bitgraft.transforms.shared_masks import own_mask
@@ -148,11 +148,11 @@ class Task(nn.Module):
         return 32 * sum(sizes) + sum(t.bits(statistics=statistics) for t in self.transforms.values())
 
     def scale_k2_by_r(self, reach: float, seed: int) -> None:
-        """Tie k2 to the size of R in untrained masks (`Masked.scale_k2_by_r`)."""
+        """Tie k2 to the size of R in untrained masks (`Masked.scale_k2_by_r`), with R up to `reach` * RMS(W)."""
         rng = torch.Generator().manual_seed(seed)
         for module in self._transforms.modules():
             if isinstance(module, Masked):
-                module.scale_k2_by_r(reach, rng)
+                module.scale_k2_by_r(reach * rms(self.anatomy.tensor(module.weight.name)), rng)
         self.revision += 1
 
     def set_hardness(self, hardness: float) -> None:

@@ -40,6 +40,10 @@ class Config:
     """Micro-batches per step, whose gradients are accumulated."""
     rates: Mapping[str, float] = AS_PRESET
     """Learning rates, by role."""
+    relative_rates: bool = AS_PRESET
+    """Multiply the rates of R, k1 and fine-tuned weights by the RMS of the backbone's weight that they change. One rate
+    then suits layers and networks whose weights have other sizes. Parameters in units of their own (LoRA's factors,
+    Piggyback's R) are not affected."""
     optimizers: Mapping[str, str] = AS_PRESET
     """By role: "adam" or "sgd"."""
     momentum: float = AS_PRESET
@@ -61,7 +65,8 @@ class Config:
     class_weights: Literal["balanced"] | tuple[float, ...] | None = AS_PRESET
     """Weights of the loss, one per class; "balanced" weighs by inverse class frequency."""
     scale_k2_by_r: float = AS_PRESET
-    """Initialise R uniformly in [-x, x] and scale k2 with mean(abs(R)); 0 is the paper's initialisation."""
+    """Initialise R uniformly in [-x, x] times the RMS of the weight, and scale k2 with mean(abs(R)); 0 is the paper's
+    initialisation."""
     anneal_masks: float = AS_PRESET
     """The share of the run over which W~ moves from W + R, as in fine-tuning, to the masked weights. 0 uses masks from
     the first step. Needs `scale_k2_by_r`."""

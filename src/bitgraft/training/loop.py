@@ -31,6 +31,7 @@ from bitgraft.training.loader import InterleavedLoader, Loader, StepBatch, make_
 from bitgraft.training.processes import check_supported, from_main, gathered, seeded
 from bitgraft.training.progress import with_progress
 from bitgraft.training.sync_bn import explain_single_values, over_processes
+from bitgraft.training.weight_sizes import weight_sizes
 
 CHECK_EVERY = 50  # steps between checks of the loss, if a check waits for a device or for other processes
 
@@ -111,8 +112,8 @@ class _Run:
 
     def __post_init__(self) -> None:
         config, device = self.config, self.accelerator.device
-        first = next(iter(self.tasks.values()))
-        self.phases = optimizers.phases_of(registry.get(first.metadata.method), config)
+        method = next(task.metadata.method for task in self.tasks.values())
+        self.phases = optimizers.phases_of(registry.get(method), config)
         for task in self.tasks.values():
             task.holds_statistics = config.statistics == "kept"
             cpu.set_channels_last(task, device.type == "cpu")  # as `to_device` does with images
@@ -120,6 +121,7 @@ class _Run:
                 task.scale_k2_by_r(config.scale_k2_by_r, config.seed)
         self.net.to(device)
         self.learner = Learner(self.net, self.tasks.values())
+        self.sizes = weight_sizes(self.learner.parts)  # before anything is trained, also when resuming
         self.settings = {**asdict(config), "number of images": self.train_loader.images}
         self.at, self.result = Position(), Result()
         self.best: Values | None = None  # after the best epoch
@@ -154,7 +156,7 @@ class _Run:
         if phase.prune is not None and self.at.epoch == 0 and self.at.step == 0:
             for task in self.tasks.values():
                 task.prune(phase.prune)
-        built = optimizers.build(self.learner.roles(), self.config, phase)
+        built = optimizers.build(self.learner.roles(), self.config, phase, self.sizes)
         self.optimizers = [self.accelerator.prepare(optimizer) for optimizer in built]
         if state is not None and state.optimizers:
             for optimizer, held in zip(self.optimizers, state.optimizers, strict=True):

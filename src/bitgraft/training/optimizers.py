@@ -1,8 +1,9 @@
 """Optimisers with a parameter group per role, the schedules of rates and masks, and the update of one step."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,25 +12,37 @@ from torch import Tensor, nn
 from bitgraft.methods.registry import Method, Phase
 from bitgraft.training.config import Config
 
+CHANGES = ("scores", "k1", "weights")
+"""Roles whose rates can be relative to the weights that they change."""
 
-def build(learned: Iterable[tuple[str, nn.Parameter]], config: Config, phase: Phase) -> list[torch.optim.Optimizer]:
-    """One optimiser of each kind in the configuration, with one parameter group per role."""
-    kinds: dict[str, dict[str, dict[int, nn.Parameter]]] = {}
+
+def build(
+    learned: Iterable[tuple[str, nn.Parameter]],
+    config: Config,
+    phase: Phase,
+    sizes: Mapping[nn.Parameter, float] = MappingProxyType({}),
+) -> list[torch.optim.Optimizer]:
+    """One optimiser of each kind in the configuration, with a parameter group per role and size.
+
+    `sizes` are those of the weights that parameters change (`weight_sizes`), for relative rates.
+    """
+    kinds: dict[str, dict[tuple[str, float], dict[int, nn.Parameter]]] = {}
     for role, parameter in learned:
-        kinds.setdefault(config.optimizers[role], {}).setdefault(role, {})[id(parameter)] = parameter
+        size = sizes.get(parameter, 1.0) if config.relative_rates and role in CHANGES else 1.0
+        kinds.setdefault(config.optimizers[role], {}).setdefault((role, size), {})[id(parameter)] = parameter
     built: list[torch.optim.Optimizer] = []
-    for kind, roles in kinds.items():
+    for kind, found in kinds.items():
         groups = [
             {
                 "params": list(parameters.values()),
                 "centralized": config.gradient_centralization and role in ("scores", "weights"),
                 "clip_to_ema_norm": config.clip_to_ema_norm and kind == "adam",
-                "lr": phase.rate if phase.rate is not None else config.rates[role],
+                "lr": phase.rate if phase.rate is not None else config.rates[role] * size,
                 "weight_decay": config.weight_decay.get(role, 0.0),
             }
-            for role, parameters in roles.items()
+            for (role, size), parameters in found.items()
         ]
-        fused = all(p.device.type in ("cpu", "cuda") for parameters in roles.values() for p in parameters.values())
+        fused = all(p.device.type in ("cpu", "cuda") for parameters in found.values() for p in parameters.values())
         if kind == "adam":
             built.append(torch.optim.AdamW(groups, eps=config.eps, fused=fused))  # one pass over memory, not ten
         else:

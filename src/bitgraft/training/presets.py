@@ -14,6 +14,7 @@ PAPER = Config(
     batch=32,
     accumulate=1,
     rates=dict.fromkeys(ROLES, 1e-4) | {"head": 1e-3},
+    relative_rates=False,
     optimizers=dict.fromkeys(ROLES, "adam") | {"head": "sgd"},
     momentum=0.9,
     eps=1e-8,
@@ -51,7 +52,7 @@ UNCORRECTED = PAPER.changed(
     schedule="cosine",
     drop_after=None,
     warmup=0.1,
-    scale_k2_by_r=1e-3,
+    scale_k2_by_r=1e-2,
     gradient_centralization=True,
     clip_to_ema_norm=True,
     statistics="kept",
@@ -59,7 +60,11 @@ UNCORRECTED = PAPER.changed(
 )
 """`quick` without mean-shift correction; the tables of docs/results that compare all methods use it."""
 QUICK = UNCORRECTED.changed(
-    rates={"scores": 2e-3, "weights": 2e-3}, mean_shift_correction=True, label_smoothing=0.1, keep="best"
+    rates={"scores": 2e-2, "k1": 1e-3, "weights": 2e-2},
+    relative_rates=True,
+    mean_shift_correction=True,
+    label_smoothing=0.1,
+    keep="best",
 )
 """The result is never worse on validation than the linear probe it starts from."""
 DEFAULT = QUICK.changed(steps="auto", patience=0.25)
@@ -68,8 +73,8 @@ DEFAULT = QUICK.changed(steps="auto", patience=0.25)
 
 def _uncorrected(given: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that turn `quick` back into `quick-uncorrected`, for methods that were measured with that."""
-    rates = {role: UNCORRECTED.rates[role] for role in ("scores", "weights")} | given.get("rates", {})
-    return {"mean_shift_correction": False, "label_smoothing": 0.0, **given, "rates": rates}
+    rates = {role: UNCORRECTED.rates[role] for role in ("scores", "k1", "weights")} | given.get("rates", {})
+    return {"relative_rates": False, "mean_shift_correction": False, "label_smoothing": 0.0, **given, "rates": rates}
 
 
 _RATES: Mapping[str, Mapping[str, Any]] = {

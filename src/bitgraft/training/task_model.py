@@ -14,6 +14,7 @@ from bitgraft.training import optimizers
 from bitgraft.training.config import ROLES, Config
 from bitgraft.training.learner import trainable
 from bitgraft.training.presets import preset
+from bitgraft.training.weight_sizes import weight_sizes
 
 
 class TaskModel(nn.Module):
@@ -52,9 +53,9 @@ class TaskModel(nn.Module):
         return self
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """AdamW with one parameter group per role, at the configured rates."""
-        config = self._settings.changed(optimizers=dict.fromkeys(ROLES, "adam"))
-        return optimizers.build(self.task.roles(), config, registry.Phase())[0]
+        """AdamW with the configured rates, one per parameter group."""
+        config, sizes = self._settings.changed(optimizers=dict.fromkeys(ROLES, "adam")), weight_sizes({"": self.task})
+        return optimizers.build(self.task.roles(), config, registry.Phase(), sizes)[0]
 
     def before_step(self, step: int, steps: int) -> None:
         """Anneal the masks; `steps` is the length of the run."""

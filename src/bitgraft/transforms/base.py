@@ -1,5 +1,6 @@
 """The interface of a weight transform W -> W~, and what a transform knows about the weight."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from bitgraft.errors import CorruptError, TaskError
 
+MIN_RMS = 1e-3  # of a tensor that starts at 0, such as a bias
 PART_DTYPES = {"mask": torch.uint8, "levels": torch.int8}  # all other parts are float32
 
 
@@ -79,6 +81,10 @@ class Transform(nn.Module):
     def role(self, parameter: str) -> str:
         """Return the optimizer group of a parameter: "scores", "k", "k1" or "weights"."""
         return "weights"
+
+    def changes(self) -> list[nn.Parameter]:
+        """Return the parameters that are a change of the weight, in its own units (`Config.relative_rates`)."""
+        return []
 
     def bits(self, *, statistics: bool = False) -> int:
         """Return the storage cost in bits, optionally with the running statistics of the transform's own norms."""
@@ -160,6 +166,12 @@ def check_parts(shapes: Mapping[str, tuple[int, ...]], parts: Mapping[str, Tenso
 def widened(tensor: Tensor) -> Tensor:
     """Return the tensor in float32 or wider, so that a half-precision W~ is rounded only once, at the end."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def rms(tensor: Tensor) -> float:
+    """Return the root mean square, rounded to a power of two so that it does not depend on how a machine adds."""
+    size = torch.linalg.vector_norm(widened(tensor.detach())).item() / max(1, tensor.numel()) ** 0.5
+    return 2.0 ** round(math.log2(max(size, MIN_RMS)))
 
 
 def strided_like(weight: Tensor, tensor: Tensor) -> Tensor:

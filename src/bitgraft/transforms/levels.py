@@ -69,6 +69,9 @@ class Levels(ScoredTransform):
             change = StraightThrough.apply(self.scores, mixed)
         return (widened(weight) + change.view(weight.shape)).to(weight.dtype)
 
+    def changes(self) -> list[nn.Parameter]:
+        return [] if self.scores is None else [self.scores]
+
     def change(self) -> Tensor:
         """Return step Q."""
         levels, step = self._quantized()

@@ -166,6 +166,10 @@ class Masked(ScoredTransform):
         if self.k1 is not None:
             self.k1.copy_(k[1])
 
+    def changes(self) -> list[nn.Parameter]:
+        scores = self.scores if self.rule.threshold == 0 else None  # a threshold has units of its own
+        return [parameter for parameter in (scores, self.k1) if parameter is not None]
+
     def mask(self) -> Tensor:
         """Return M as a bool tensor of the weight's shape."""
         if self.scores is None:

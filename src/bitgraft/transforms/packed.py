@@ -17,7 +17,7 @@ class Packed(Transform):
     not set.
     """
 
-    values: Tensor
+    values: nn.Parameter
     frozen: Tensor | None
     free: Tensor
     own: Tensor
@@ -34,6 +34,9 @@ class Packed(Transform):
     def forward(self, weight: Tensor) -> Tensor:
         earlier = self.frozen if self.frozen is not None else weight * ~self.free  # zero wherever this task owns
         return (earlier + self.values * self.own).to(weight.dtype)
+
+    def changes(self) -> list[nn.Parameter]:
+        return [self.values]
 
     def left(self) -> Tensor:
         """Return the mask of weights that the next task may train."""

@@ -69,6 +69,9 @@ class Borrowing(Transform):
     def role(self, parameter: str) -> str:
         return "k" if parameter == PART else self.own.role(parameter.removeprefix("own."))
 
+    def changes(self) -> list[nn.Parameter]:
+        return self.own.changes()
+
     def bits(self, *, statistics: bool = False) -> int:
         return self.own.bits(statistics=statistics) + 32 * self.borrowed.numel()
 
