@@ -103,6 +103,36 @@ def test_a_run_that_does_not_improve_ends_as_the_linear_probe():
     assert net.tasks["stripes"].metrics["best"]["epoch"] == 0
 
 
+def test_a_run_that_is_worse_than_its_start_goes_back_with_lower_rates_and_resumes_to_the_same_bytes(tmp_path):
+    """The rates are too high: no epoch up to the fourth is better than the linear probe."""
+    config = SHORT.changed(epochs=8, warmup=0.1, keep="best", rates={"norms": 0.5, "head": 0.5})
+    files, found = [], []
+    for stop in (None, 14, 17):  # epochs have 4 steps
+        net, folder = network("norms"), tmp_path / str(stop)
+        data = stripes(52, 1), stripes(60, 2), config
+        if stop is not None:
+            with pytest.raises(StoppedError):
+                fit(net, "stripes", *data, folder=folder, stop=stop_after(stop))
+            net = network("norms")
+        result = fit(net, "stripes", *data, folder=folder, resume=stop is not None)
+        files.append(saved_bytes(net, tmp_path / "a.safetensors"))
+        found.append([record.get("retreat") for record in result.history])
+    assert found == [[None, None, None, 0, None, None, None, None]] * 3
+    assert files[0] == files[1] == files[2]
+    stayed = fit(network("norms"), "stripes", *data[:2], config.changed(retreat=False))
+    assert stayed.history[:3] == result.history[:3]
+    assert not any("retreat" in record for record in stayed.history)
+
+
+def test_after_a_retreat_training_goes_on_from_the_best_state(monkeypatch):
+    monkeypatch.setattr("bitgraft.training.checkpoint.SLOWDOWN", 0.0)
+    config = SHORT.changed(epochs=8, warmup=0.1, keep="best", rates={"norms": 3.0, "head": 3.0})
+    result = fit(network("norms"), "stripes", stripes(52, 1), stripes(60, 2), config)
+    losses = [record["val_loss"] for record in result.history]
+    assert all(loss > 1.1 * result.start["val_loss"] for loss in losses[:4])
+    assert losses[4:] == pytest.approx([result.start["val_loss"]] * 4)
+
+
 def test_the_same_seed_gives_the_same_file_and_another_does_not(tmp_path):
     files = []
     for seed in (0, 0, 1):

@@ -129,7 +129,7 @@ def _report(console: Console, store: Store, run_folder: Path, results: list[Trai
         return
     for result in results:
         of_task = "" if len(results) == 1 else f" of {result.task.name}"
-        if note := _kept_epoch(result):
+        for note in filter(None, (_retreat(result), _kept_epoch(result))):
             console.print(note)
         if result.test is not None:
             console.print(f"test accuracy{of_task} {percent(result.test['accuracy'])}")
@@ -139,6 +139,15 @@ def _report(console: Console, store: Store, run_folder: Path, results: list[Trai
         console.print(f"wrote {result.path}, {size} (a full copy of the network: {copy})")
     in_store = "" if store.folder == Path(STORE) else f" --store {store.folder}"
     console.print(f"next: bitgraft predict IMAGE --task {results[0].task.name}{in_store}")
+
+
+def _retreat(result: TrainResult) -> str | None:
+    """Say that training went back to an earlier epoch."""
+    record = next((record for record in result.history if "retreat" in record), None)
+    if record is None:
+        return None
+    start = f"epoch {record['retreat']}" if record["retreat"] else "the linear probe that training started from"
+    return f"no epoch up to {record['epoch']} was better than {start}: went back to it, at a quarter of the rates"
 
 
 def _kept_epoch(result: TrainResult) -> str | None:

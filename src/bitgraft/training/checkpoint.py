@@ -19,6 +19,8 @@ from bitgraft.training.processes import gathered, random_state, set_random_state
 # a patience below 1 is a share of the run: the last epochs, at low rates, are often the best
 MIN_PATIENCE = 10  # epochs
 PATIENCE_FROM = 0.5  # share of the run before which it does not count
+SLOWDOWN = 0.25  # of all rates after a retreat
+MIN_TO_RETREAT = 8  # epochs of a run
 
 
 @dataclass
@@ -32,6 +34,8 @@ class Position:
     """Over all phases; batches and augmentation depend on it."""
     epochs: int = 0
     """Of the whole run, as planned at its start."""
+    slowdown: float = 1.0
+    """The factor of all rates."""
 
 
 @dataclass
@@ -53,6 +57,12 @@ class Result:
         if patience < 1:
             patience, since = max(MIN_PATIENCE, patience * at.epochs), max(since, PATIENCE_FROM * at.epochs)
         return bool(at.epochs_done - since < patience)
+
+    def retreat_to(self, at: Position, config: Config) -> int | None:
+        """The best epoch, halfway through a run in which none since the warm-up was better (`Config.retreat`)."""
+        if not config.retreat or self.best is None or at.epochs < MIN_TO_RETREAT or at.epochs_done != at.epochs // 2:
+            return None
+        return self.best["epoch"] if self.best["epoch"] <= config.warmup * at.epochs else None
 
     def is_better(self, record: Mapping[str, Any]) -> bool:
         """Compare a record with the best one by accuracy, then by loss."""

@@ -156,8 +156,7 @@ class _Run:
         if phase.prune is not None and self.at.epoch == 0 and self.at.step == 0:
             for task in self.tasks.values():
                 task.prune(phase.prune)
-        built = optimizers.build(self.learner.roles(), self.config, phase, self.sizes)
-        self.optimizers = [self.accelerator.prepare(optimizer) for optimizer in built]
+        self._build_optimizers(phase)
         if state is not None and state.optimizers:
             for optimizer, held in zip(self.optimizers, state.optimizers, strict=True):
                 optimizer.load_state_dict(held)
@@ -165,10 +164,19 @@ class _Run:
         while self.at.epoch < epochs and self.result.may_improve(self.at, self.config):
             self._run_epoch(phase, epochs)
             record = self._record()
+            self.at = replace(self.at, epoch=self.at.epoch + 1, step=0, epochs_done=self.at.epochs_done + 1)
+            goal = self.result.retreat_to(self.at, self.config)
+            if goal is not None and self.best is not None:
+                self.learner.restore(self.best)
+                self.at.slowdown, record["retreat"] = checkpoint.SLOWDOWN, goal
+                self._build_optimizers(phase)
             for callback in self.callbacks:
                 callback.epoch(record)
-            self.at = replace(self.at, epoch=self.at.epoch + 1, step=0, epochs_done=self.at.epochs_done + 1)
             self._save()
+
+    def _build_optimizers(self, phase: registry.Phase) -> None:
+        built = optimizers.build(self.learner.roles(), self.config, phase, self.sizes)
+        self.optimizers = [self.accelerator.prepare(optimizer) for optimizer in built]
 
     def _run_epoch(self, phase: registry.Phase, epochs: int) -> None:
         steps_per_epoch, self.checked = len(self.train_loader), self.at.step
@@ -179,7 +187,7 @@ class _Run:
         for step_batch in self.train_loader.from_step(self.at.epochs_done, self.at.step):
             step = self.at.epoch * steps_per_epoch + self.at.step  # of the phase
             factor = optimizers.rate_factor(self.config, phase, step, steps_per_epoch, epochs)
-            optimizers.set_rates(self.optimizers, factor)
+            optimizers.set_rates(self.optimizers, self.at.slowdown * factor)
             hardness = optimizers.hardness(self.config, step, steps_per_epoch * epochs)
             for task in self.tasks.values():
                 task.set_hardness(hardness)

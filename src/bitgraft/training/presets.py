@@ -34,6 +34,7 @@ PAPER = Config(
     head_init=False,
     patience=None,
     keep="last",
+    retreat=False,
     size=None,
     resize=None,
     crop="random",
@@ -65,6 +66,7 @@ QUICK = UNCORRECTED.changed(
     mean_shift_correction=True,
     label_smoothing=0.1,
     keep="best",
+    retreat=True,
 )
 """The result is never worse on validation than the linear probe it starts from."""
 DEFAULT = QUICK.changed(steps="auto", patience=0.25)
