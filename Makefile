@@ -37,10 +37,10 @@ browser: $(READY)
 	$(INSTALL) ".[browser]"
 	$(BIN)/python -m benchmarks.browser $(if $(SHOTS),--shots $(SHOTS))
 
-# The site, in SITE; anything that mkdocs warns of is an error.
+# The site, in SITE; anything that mkdocs warns of is an error. ruff sets the signatures of the API in short lines.
 docs:
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt mkdocs-material "mkdocstrings[python]"
+	$(BIN)/pip install --disable-pip-version-check -q -c constraints.txt mkdocs-material "mkdocstrings[python]" ruff
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir $(abspath $(SITE))
 
 # An sdist and a wheel in dist/; with TAG=v1.2.3, only if the version is 1.2.3 and the changelog has a section for it.

@@ -3,6 +3,7 @@
 import re
 import shlex
 import shutil
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,35 @@ def test_what_is_pasted_is_what_is_printed(command, capsys, monkeypatch, tmp_pat
     code, out, _ = bitgraft(capsys, monkeypatch, *command.split())
     assert code == 0
     assert out == pasted
+
+
+def outline(text):
+    """What each table in a command's output tells about, and the form of what it ends with."""
+    tables, lines = [], text.splitlines()
+    for place, line in enumerate(lines):
+        if set(line.strip()) == {"─"}:
+            headings = re.split(r"\s{2,}", lines[place - 1].strip())
+            rows = [re.split(r"\s{2,}", row.strip()) for row in takewhile(str.strip, lines[place + 1 :])]
+            facts = [row[0] for row in rows if len(row) == 2]
+            last = re.sub(r"-?[\d.,]+(e-\d+)?", "0", rows[0][-1])
+            tables.append([headings[0], *facts] if len(headings) == 2 else [*headings, last])
+    return tables
+
+
+def test_tables_that_are_pasted_look_like_those_printed(capsys, monkeypatch, tmp_path):
+    furnish(tmp_path, monkeypatch)
+    shutil.copy("photos/test/red/0.png", "seven.png")
+    begin = ("train", "photos", "--task", "digits", "--backbone", NET, "--epochs", "1", "--size", "16")
+    assert bitgraft(capsys, monkeypatch, *begin)[0] == 0
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    for command in ("eval package:digits --task digits --by-class", "predict seven.png --task digits --top 3", "tasks",
+                    "inspect bitgraft-store/digits.safetensors --layers"):  # fmt: skip
+        (pasted,) = re.findall(
+            rf"^```console\n\$ bitgraft {re.escape(command)}\n(.*?)^```", text, re.MULTILINE | re.DOTALL
+        )
+        code, out, _ = bitgraft(capsys, monkeypatch, *command.replace("package:digits", "photos").split())
+        assert code == 0
+        assert outline(out) == outline(pasted) != []
 
 
 def blocks(page):

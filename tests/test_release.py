@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,30 @@ def test_workflows_call_what_people_call():
             called |= {step["run"].split()[1] for step in job["steps"] if "run" in step}
     assert called == {"check", "test", "docs", "dist"}
     assert called <= targets
+
+
+def test_the_site_is_built_with_the_packages_of_its_extra():
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["docs"]
+    line = re.search(r"constraints\.txt (mkdocs-material .*)", (ROOT / "Makefile").read_text())
+    assert line[1].replace('"', "").split() == [package.partition(">")[0] for package in extra]
+
+
+README = re.findall(r"\]\((http[^)]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+PLACES = {
+    "https://bitgraft.github.io/bitgraft/": "docs",
+    "https://github.com/bitgraft/bitgraft/blob/main/": ".",
+    "https://raw.githubusercontent.com/bitgraft/bitgraft/main/": ".",
+}
+
+
+@pytest.mark.parametrize("link", README)
+def test_links_of_the_readme_lead_to_pages_and_files_that_exist(link):
+    """They are whole addresses, so that they also work on a package index."""
+    (base,) = [base for base in PLACES if link.startswith(base)]
+    path = ROOT / PLACES[base] / link.removeprefix(base).rstrip("/")
+    assert path.is_file() or path.with_suffix(".md").is_file() or (path / "README.md").is_file()
+
+
+def test_the_readme_has_no_link_that_only_works_in_the_repository():
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert links == README != []

@@ -156,3 +156,12 @@ def test_a_state_of_another_backbone_or_an_older_one_is_refused(tmp_path):
         fresh.tasks["t"].load_state_dict({**seen.state, "_input_means.·elsewhere·weight": torch.zeros(1)})
     with pytest.raises(RuntimeError, match="_extra_state"):
         fresh.tasks["t"].load_state_dict({n: t for n, t in seen.state.items() if "_extra_state" not in n})
+
+
+def test_a_task_says_what_it_is():
+    net = network()
+    net.add_task("alone", classes=["x"], method="simple")
+    net.add_task("none", head=None)
+    shown = [repr(net.tasks[name]).splitlines()[1].strip() for name in ("t", "alone", "none")]
+    ends = ("'t', method='full', 3 classes", "'alone', method='simple', 1 class", "'none', method='full', no classes")
+    assert shown == list(ends)

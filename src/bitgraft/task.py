@@ -269,8 +269,8 @@ class Task(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        count = len(self.classes) if self.classes is not None else "no"
-        return f"{self.name!r}, method={self.metadata.method!r}, {count} classes"
+        count = "no" if self.classes is None else len(self.classes)
+        return f"{self.name!r}, method={self.metadata.method!r}, {count} class{'' if count == 1 else 'es'}"
 
 
 @functools.lru_cache(maxsize=1 << 16)

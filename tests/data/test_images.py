@@ -152,3 +152,10 @@ def test_invalid_shares_are_refused_even_if_nothing_is_held_out():
     splits = Splits(name="whole", classes=("a", "b"), train=images, val=images, test=images)
     with pytest.raises(DataError, match=r"val_share is 1\.5, but a share of images"):
         splits.hold_out(1.5, 0.0, seed=0)
+
+
+def test_a_data_set_is_shown_in_one_line_however_many_images_it_has():
+    images = Images([Path(f"{number}.png") for number in range(5_000)], [0, 1] * 2_500)
+    shown = repr(Splits(name="photos", classes=("a", "b"), train=images))
+    assert "train=Images(5000), val=None" in shown
+    assert len(shown) < 200

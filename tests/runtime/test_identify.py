@@ -308,8 +308,9 @@ def test_python_finds_the_task_of_an_image_as_the_command_does(trained, monkeypa
     answers = json.loads(bitgraft(capsys, monkeypatch, "identify", *shots, "--json")[1])
     assert [one["task"] for one in answers] == [first["task"], second["task"]]
     written = net.tasks["colours"].description.tensors()
-    again = describe_task.describe(net, "colours", "photos").tensors()
-    assert all(torch.equal(again[key], tensor) for key, tensor in written.items())
+    again = describe_task.describe(net, "colours", "photos")
+    assert all(torch.equal(again.tensors()[key], tensor) for key, tensor in written.items())
+    assert repr(again) == f"Description(classes=3, rank={len(again.basis)}, nbytes={again.nbytes})"
 
 
 def test_a_description_that_fails_leaves_the_one_before(trained, tmp_path):

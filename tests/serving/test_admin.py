@@ -94,6 +94,33 @@ def test_a_canary_gets_its_share_until_it_is_promoted_or_ended(service: Served, 
     assert service.http.post("/v1/tasks/shared/promote", headers=KEY).status_code == 404
 
 
+def test_examples_have_the_fields_of_real_responses(service: Served, place):
+    paths = service.http.get("/openapi.json").json()["paths"]
+
+    def same(method, path, **request) -> None:
+        said = paths[path.partition("?")[0]][method]["responses"]["200"]["content"]["application/json"]["example"]
+        response = service.http.request(method, path.replace("{task}", "shown"), headers=KEY, **request)
+        assert response.status_code == 200, response.text
+        stated = {field for field, value in response.json().items() if value is not None}  # FastAPI drops null
+        assert stated <= said.keys() <= response.json().keys(), (method, path)
+        rows = {row.get("name"): row for row in response.json().get("tasks", ())}
+        for shown in said.get("tasks", ()) if path == "/v1/tasks" else ():
+            assert rows[shown["name"].replace("flowers", "shown")].keys() == shown.keys()
+
+    at, files = "/v1/tasks/{task}", place[2]
+    service.http.put("/v1/tasks/shown", content=files[0], headers=KEY)
+    same("put", f"{at}?canary=0.5", content=files[1])
+    same("delete", f"{at}/canary")
+    service.http.put("/v1/tasks/shown?canary=1", content=files[1], headers=KEY)
+    same("post", f"{at}/promote")
+    same("post", f"{at}/rollback")
+    same("get", at)
+    same("get", "/v1/tasks")
+    same("post", "/v1/predict/{task}", content=picture())
+    same("post", "/v1/predict?task=shown", content=picture())
+    same("delete", at)
+
+
 @pytest.mark.parametrize(
     ("method", "path", "data", "status", "sentence"),
     [

@@ -41,3 +41,9 @@ def test_minutes_become_epochs_that_fit():
 def test_the_length_set_last_wins(changes):
     config = preset("default").changed(minutes=5.0).changed(**changes)
     assert planned_epochs(config, 10, 10, seconds_per_step=60 / 11) == 3
+
+
+def test_a_first_try_with_few_images_is_no_longer_than_the_default_may_be():
+    quick = preset("quick")
+    assert [planned_epochs(quick, steps, 3, None) for steps in (1, 2, 3, 25)] == [MAX_EPOCHS, MAX_EPOCHS, 83, 10]
+    assert planned_epochs(quick.changed(steps=400), 1, 3, None) == 400  # as asked for

@@ -18,7 +18,7 @@ UNLABELLED = -1
 FEW = 5  # warn if a class has fewer training images
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Images:
     """Labelled images that are decoded on access."""
 
@@ -38,6 +38,9 @@ class Images:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def __repr__(self) -> str:
+        return f"Images({len(self)})"
 
     @property
     def files(self) -> tuple[Path, ...] | None:

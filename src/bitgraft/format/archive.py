@@ -37,7 +37,7 @@ class Archive:
     shapes: Shapes
     """The shapes of the transformed weights, in the order of the forward pass."""
     metrics: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor] = field(repr=False)
     format: int = 1
     """The format version: 2 for a compact task, 3 for one with a description, 1 otherwise."""
     sizes: Mapping[str, int] = field(default_factory=dict, compare=False)

@@ -27,7 +27,7 @@ class Calibration(NamedTuple):
     threshold: float
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Description:
     """Features x of an image of class c: mean + basis^T (classes[c] + e) + noise, with e ~ N(0, diag(variances))."""
 
@@ -43,6 +43,10 @@ class Description:
     """(1): the variance in every direction orthogonal to the basis."""
     calibration: Tensor
     """(5): as in `Calibration`."""
+
+    def __repr__(self) -> str:
+        classes, rank = self.classes.shape
+        return f"Description(classes={classes}, rank={rank}, nbytes={self.nbytes})"
 
     @property
     def calibrated(self) -> Calibration:

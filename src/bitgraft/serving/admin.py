@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from bitgraft.errors import UnsafeNameError
 from bitgraft.serving.access import is_authorized
 from bitgraft.serving.engine import Service
-from bitgraft.serving.examples import CHANGED, example
+from bitgraft.serving.examples import CANARY, CHANGED, REMOVED, example
 from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.uploads import Uploads
 from bitgraft.serving.versions import Versions
@@ -30,11 +30,13 @@ BODY = {
 Canary = Annotated[
     float | None, Query(gt=0, le=1, description="Share of the task's requests; without it, the file replaces the task.")
 ]
+REMOVE = "Remove a task. Its file becomes the previous version, so a rollback restores it."
+ROLL_BACK = "Swap the task with its previous version. A second rollback undoes the first."
 ACTIONS = (
-    ("DELETE", "", "remove", "Remove a task. Its file becomes the previous version, so a rollback restores it."),
-    ("POST", "/rollback", "rollback", "Swap the task with its previous version. A second rollback undoes the first."),
-    ("POST", "/promote", "promote", "Replace the task with its canary."),
-    ("DELETE", "/canary", "end_canary", "Remove the canary."),
+    ("DELETE", "", "remove", REMOVE, REMOVED),
+    ("POST", "/rollback", "rollback", ROLL_BACK, CHANGED),
+    ("POST", "/promote", "promote", "Replace the task with its canary.", CHANGED),
+    ("DELETE", "/canary", "end_canary", "Remove the canary.", CHANGED),
 )
 
 
@@ -48,9 +50,9 @@ def add_admin(app: FastAPI, service: Service, uploads: Uploads) -> None:
         if not is_authorized(request.headers, settings.admin_keys, basic=False):
             raise HttpError(401, NO_KEY)
 
-    router = APIRouter(prefix="/v1/tasks/{task}", dependencies=[Depends(guard)], responses=example(CHANGED))
+    router = APIRouter(prefix="/v1/tasks/{task}", dependencies=[Depends(guard)])
 
-    @router.put("", openapi_extra=BODY)
+    @router.put("", openapi_extra=BODY, responses=example(CANARY))
     async def put(request: Request, task: str, canary: Canary = None) -> dict[str, Any]:
         """Add or replace a task, or send a share of its requests to a new version. The file is checked first."""
         try:
@@ -66,8 +68,9 @@ def add_admin(app: FastAPI, service: Service, uploads: Uploads) -> None:
         finally:
             part.unlink(missing_ok=True)
 
-    for method, path, action, about in ACTIONS:
-        router.add_api_route(path, _endpoint(service, action), methods=[method], name=action, description=about)
+    for method, path, action, about, reply in ACTIONS:
+        endpoint, shown = _endpoint(service, action), example(reply)
+        router.add_api_route(path, endpoint, methods=[method], name=action, description=about, responses=shown)
     app.include_router(router)
 
 

@@ -14,23 +14,34 @@ FOUND = {
 }
 _ROW = {
     "name": "flowers",
-    "version": "9c4b1f6a02d7e385",
     "method": "full",
     "classes": 102,
     "accuracy": 0.941,
     "measured_on": "test",
-    "bytes": 795904,
+    "bytes": 1155456,
     "bits_per_weight": 1.37,
+    "version": "9c4b1f6a02d7e385",
     "density": 0.5,
+    "copy_bytes": 14175136,
     "described": True,
+}
+_ORIGINAL = {
+    "name": "original",
+    "method": "backbone",
+    "bytes": 18608032,
+    "version": "20fee2f1366bb2f5",
+    "classes": 1000,
 }
 TASKS = {
     "backbone": "tf_efficientnet_lite0",
     "original": "original",
-    "tasks": [{**_ROW, "resident": True, "engine": "onnxruntime"}],
+    "tasks": [
+        {**_ROW, "resident": True, "engine": "onnxruntime"},
+        {**_ORIGINAL, "resident": True, "engine": "torch"},
+    ],
     "broken": [],
-    "bytes": 19404204,
-    "separate_bytes": 37216600,
+    "bytes": 19763488,
+    "separate_bytes": 32783168,
 }
 TASK = {
     **_ROW,
@@ -38,7 +49,9 @@ TASK = {
     "class_names": ["rose", "tulip", "…"],
     "layers": [{"name": "conv_stem.weight", "density": 0.51, "k": [1.0, -0.02, 0.04, 0.01]}],
 }
-CHANGED = {**_ROW, "canary": {"share": 0.1, "version": "5d0e77c1b2a94f36", "accuracy": 0.947}, "previous": True}
+CHANGED = {**_ROW, "previous": True}
+CANARY = {**_ROW, "canary": {"share": 0.1, "version": "5d0e77c1b2a94f36", "accuracy": 0.947}, "previous": True}
+REMOVED = {"name": "flowers", "previous": True}  # and "version": null, which FastAPI would drop
 STATUS = {"status": "ok"}
 METRICS = 'bitgraft_task_requests_total{status="200",task="flowers",version="stable"} 42.0'
 SERVER = {"name": "bitgraft", "version": "0.1.0", "extensions": ["binary_tensor_data", "classification"]}

@@ -66,7 +66,7 @@ def prepare_graphs(settings: Settings, library: Library) -> None:
     Graphs that later tasks need are exported while the service runs.
     """
     structures = {(e.info["method"], e.preprocessing.size): e.task_id for e in library.tasks.values()}
-    log.info("preparing %d onnxruntime graphs: about 10 s each, unless they are cached", len(structures))
+    log.info("preparing onnxruntime graphs (at most %d): about 10 s for each that is not cached", len(structures))
     failures = [_failure_in_child(partial(task_session, library.net, t), ExportError) for t in structures.values()]
     for reason in dict.fromkeys(filter(None, failures)):
         if settings.engine == "onnxruntime":

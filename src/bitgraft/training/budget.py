@@ -13,6 +13,7 @@ from bitgraft.training.checkpoint import Position
 from bitgraft.training.config import Config
 from bitgraft.training.learner import Learner, Objective, dry_run
 from bitgraft.training.loader import InterleavedLoader
+from bitgraft.training.presets import QUICK
 from bitgraft.training.processes import from_main
 
 TARGET_EPOCHS, MIN_EPOCHS, MAX_EPOCHS = 30, 5, 100
@@ -38,7 +39,10 @@ def planned_epochs(config: Config, steps_per_epoch: float, classes: int, seconds
         return epochs
     if config.steps == "auto":
         return auto_epochs(steps_per_epoch, classes)
-    return config.epochs if config.steps is None else max(1, round(config.steps / steps_per_epoch))
+    if config.steps is None:
+        return config.epochs
+    epochs = max(1, round(config.steps / steps_per_epoch))
+    return min(MAX_EPOCHS, epochs) if config.steps == QUICK.steps else epochs  # a first try with few images
 
 
 def plan(

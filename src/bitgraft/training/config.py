@@ -31,7 +31,7 @@ class Config:
     """Passes over the training images."""
     steps: int | Literal["auto"] | None = AS_PRESET
     """Instead of epochs: optimiser steps, rounded to whole epochs, at least one. With several tasks, the mean steps per
-    task. "auto" depends on the data (`bitgraft.training.budget`)."""
+    task. "auto" depends on the data (`bitgraft.training.budget`). The 250 of `quick` are at most 100 epochs."""
     minutes: float | None = AS_PRESET
     """Instead of epochs and steps: train for as many epochs as fit."""
     batch: int = AS_PRESET

@@ -110,7 +110,10 @@ def described(tasks: Mapping[str, Task]) -> list[str]:
     names = sorted(name for name, task in tasks.items() if task.description is not None)
     if not names:
         what = f"none of {', '.join(tasks)} has" if tasks else "there is no task that has"
-        raise TaskError(f"{what} a description of its images: make one with `bitgraft describe TASK DATA`")
+        raise TaskError(
+            f"{what} a description of its images: make one with `bitgraft describe TASK DATA`, or in Python "
+            "bitgraft.describe(net, task, data)"
+        )
     return names
 
 
