@@ -14,6 +14,7 @@ from tiny import tiny
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
+from benchmarks.identify_baselines import Mahalanobis, NearestMean, RelativeMahalanobis
 from bitgraft import (
     CorruptError,
     DataError,
@@ -30,7 +31,7 @@ from bitgraft.format.archive import content_hash
 from bitgraft.format.description import Description, rounded
 from bitgraft.runtime.identify import features, fitting
 from bitgraft.runtime.identify.decision import union_scores
-from bitgraft.runtime.identify.scorers import Likelihood, Mahalanobis, NearestMean, RelativeMahalanobis
+from bitgraft.runtime.identify.scorers import Likelihood
 from bitgraft.workflows import describe_task
 
 DIM = 12
