@@ -19,7 +19,7 @@ from bitgraft.runtime import grouping
 from bitgraft.runtime.eager import eager, eager_frame
 from bitgraft.runtime.fingerprint import Fingerprint
 from bitgraft.runtime.identify import decision
-from bitgraft.runtime.module_cache import ModuleCache, SpareModule
+from bitgraft.runtime.module_cache import ModuleCache
 from bitgraft.runtime.new_task import loaded_task, new_task, plain_task
 from bitgraft.runtime.task_module import TaskModule
 from bitgraft.task import Task, check_name, dotless, dotted
@@ -200,13 +200,13 @@ class Network(nn.Module):
     @eager_frame
     def _forward_mixed(self, tasks: list[str], inputs: Sequence[Any], named: Mapping[str, Any]) -> list[Tensor]:
         groups, outputs = grouping.by_task(tasks, inputs, named), []
-        with self._module_cache.spare.lend() as spare:
+        with self._module_cache.spare.lend(self._original) as spare:
             for name, group in groups.items():
                 outputs.append(logits(self.ready(name, groups, spare)(*group.inputs, **group.named)))
         return grouping.in_order(groups.values(), outputs)
 
     @eager
-    def ready(self, name: str | None, batch: Iterable[str] = (), spare: SpareModule | None = None) -> TaskModule:
+    def ready(self, name: str | None, batch: Iterable[str] = (), spare: TaskModule | None = None) -> TaskModule:
         """Return the module that runs a task, up to date: the spare one if the tasks of a mixed batch do not fit."""
         with self._lock:
             cache, task, others = self._module_cache, self._find(name), [self._find(other) for other in batch]

@@ -29,6 +29,7 @@ Slot = tuple[Any, str | int]
 class TaskModule:
     """One task in one module tree. Series adapters and a head on top of the features run as forward hooks."""
 
+    @eager
     def __init__(self, task: Task) -> None:
         self.task = task
         self._lock = threading.Lock()
@@ -57,7 +58,7 @@ class TaskModule:
         self.pinned = True
         return self
 
-    def switch_to(self, task: Task) -> None:
+    def switch_to(self, task: Task) -> "TaskModule":
         """Run another task that differs only in tensors. Its weights reuse the memory of the previous one's."""
         if _replaced(task) != _replaced(self.task):
             self._mode = ()  # share the backbone's tensors again
@@ -66,6 +67,7 @@ class TaskModule:
         with torch.inference_mode(False):
             for name in task.transforms.keys() - self._buffers.keys():
                 self._buffers[name] = torch.empty_like(task.anatomy.tensor(name), requires_grad=False)
+        return self
 
     def free_weights(self) -> None:
         """Free the computed weights until the next refresh."""
