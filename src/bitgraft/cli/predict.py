@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from bitgraft.data.images import Images
     from bitgraft.data.preprocessing import Preprocessing
     from bitgraft.network import Network
-    from bitgraft.store import Store
 
 Batch = TypeVar("Batch")
 BATCH = 8  # images; larger batches are no faster on a CPU
@@ -51,6 +50,7 @@ def predict(
     is the backbone's own task. Unreadable files are reported, and the exit code is then 1.
     """
     from bitgraft.store import Store
+    from bitgraft.workflows.prediction import class_names
 
     opened = Store(store)
     if not task and not all_tasks and len(opened.names()) > 1:
@@ -64,20 +64,11 @@ def predict(
     net, answers = opt.network_with(store, names, device), {path: dict[str, Any]() for path in files}
     for name in names:
         readable = [path for path in files if path not in errors]
-        for path, best in _run(net, name, _classes(net, name, opened), readable, top, engine, errors):
+        for path, best in _run(net, name, class_names(net, name, opened.backbone), readable, top, engine, errors):
             answers[path][name] = best
     answers = {path: by_task for path, by_task in answers.items() if path not in errors}
     data = [{"image": path, "tasks": by_task} for path, by_task in answers.items()]
     show_images(as_json, data, errors, COLUMNS, _rows(answers))
-
-
-def _classes(net: "Network", name: str, store: "Store") -> "Sequence[str] | None":
-    """Return a task's class names; the backbone's own are ImageNet's, if it was trained on that."""
-    if name != net.original:
-        return net.tasks[name].classes
-    from bitgraft.serving.class_names import imagenet_names
-
-    return imagenet_names(net.backbone, store.backbone)
 
 
 def _run(

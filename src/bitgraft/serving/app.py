@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from bitgraft import __version__
+from bitgraft.errors import UnknownTaskError, UnsafeNameError
 from bitgraft.serving.access import Access
 from bitgraft.serving.admin import add_admin
 from bitgraft.serving.engine import Service
@@ -23,6 +24,7 @@ from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.inference_protocol import add_inference_protocol
 from bitgraft.serving.uploads import Uploads
 
+STATUS: dict[type[Exception], int] = {UnsafeNameError: 400, UnknownTaskError: 404}
 Top = Annotated[int, Query(ge=1, le=1000, description="Number of classes per image.")]
 Tasks = Annotated[list[str], Query(description="Repeat for several tasks.")]
 FILE = {"type": "string", "format": "binary"}
@@ -83,7 +85,8 @@ class FoundPredictions(BaseModel):
 
 def make_app(service: Service) -> FastAPI:
     app = FastAPI(title="bitgraft", version=__version__, docs_url=None, redoc_url=None)
-    for kind in (HttpError, HTTPException, RequestValidationError, Exception):
+    kinds: tuple[type[Exception], ...] = (HttpError, *STATUS, HTTPException, RequestValidationError, Exception)
+    for kind in kinds:
         app.add_exception_handler(kind, _error_response)
     app.add_middleware(Access, service=service)
     uploads = Uploads(service.settings)
@@ -101,21 +104,21 @@ def _add_predictions(app: FastAPI, service: Service, uploads: Uploads) -> None:
     async def find(request: Request, top: Top = 5) -> Any:
         """Identify each image's task from the tasks' descriptions and run it. Unknown images have a null task."""
         start = time.perf_counter()
-        async with uploads.read(request) as (images, _):
+        async with uploads.read(request, uploads.images) as (images, _):
             found = await service.identify(images, top)
         return {"milliseconds": _milliseconds_since(start), "images": found}
 
     @app.post("/v1/predict/{task:path}", response_model=Prediction, openapi_extra=BODY, responses=example(PREDICTION))
     async def predict(request: Request, task: str, top: Top = 5) -> Any:
         """Run one task on one or more images."""
-        async with uploads.read(request) as (images, _):
+        async with uploads.read(request, uploads.images) as (images, _):
             return (await service.predict([task], images, top))[0]
 
     @app.post("/v1/predict", response_model=Predictions, openapi_extra=BODY, responses=example(PREDICTIONS))
     async def predict_several(request: Request, task: Tasks = [], top: Top = 5) -> Any:  # noqa: B006
         """Run several tasks on the same images."""
         start = time.perf_counter()
-        async with uploads.read(request) as (images, more):
+        async with uploads.read(request, uploads.images) as (images, more):
             names = [*task, *more]
             if not names:
                 known = ", ".join(row["name"] for row in (await service.tasks())["tasks"])
@@ -165,6 +168,8 @@ def _add_page(app: FastAPI, path: str, name: str) -> None:
 
 
 async def _error_response(request: Request, problem: Any) -> Response:
+    if type(problem) in STATUS:
+        problem = HttpError(STATUS[type(problem)], str(problem))
     if isinstance(problem, HttpError):
         headers = {} if problem.retry_after is None else {"Retry-After": str(problem.retry_after)}
         if problem.status in (400, 401, 403, 408, 413, 415, 503, 507):

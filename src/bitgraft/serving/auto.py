@@ -9,7 +9,7 @@ from torch import Tensor
 from bitgraft.errors import BitgraftError
 from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.library import Library
-from bitgraft.serving.predictions import decode
+from bitgraft.serving.predictions import decode_all
 from bitgraft.workflows.identification import as_answers
 from bitgraft.workflows.prediction import torch_scores
 
@@ -20,7 +20,7 @@ def identify(library: Library, images: Sequence[bytes], top: int, max_pixels: in
     entries = {name: entry for name, entry in library.tasks.items() if name != net.original}
     tasks = {name: net.tasks[entry.task_id] for name, entry in entries.items()}
     preprocessings = list(dict.fromkeys(entry.preprocessing for entry in entries.values()))
-    decoded = [decode(data, preprocessings, max_pixels, f"image {i + 1}") for i, data in enumerate(images)]
+    decoded = decode_all(images, preprocessings, max_pixels)
     device = net.anatomy.device
     stacked = [torch.stack(tensors).to(device) for tensors in zip(*decoded, strict=True)]
     batches = dict(zip(preprocessings, stacked, strict=True))

@@ -10,7 +10,7 @@ import os
 import random
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +20,15 @@ import xxhash
 
 from bitgraft.backbone.files import check_name, read_whole
 from bitgraft.data.preprocessing import Preprocessing
-from bitgraft.errors import TaskError, UnknownTaskError
+from bitgraft.errors import StoreError, TaskError, UnknownTaskError
 from bitgraft.format.archive import from_bytes, rename
 from bitgraft.format.inspect import inspect_archive
 from bitgraft.network import Network
 from bitgraft.runtime.new_task import loaded_task
-from bitgraft.serving.class_names import imagenet_names
-from bitgraft.serving.versions import CANARY
+from bitgraft.serving.http_error import HttpError
+from bitgraft.serving.versions import CANARY, Versions
 from bitgraft.store import SUFFIX, Store
-from bitgraft.workflows.prediction import preprocessing_of
+from bitgraft.workflows.prediction import imagenet_names, preprocessing_of
 
 log = logging.getLogger("bitgraft.serving")
 
@@ -80,20 +80,14 @@ class Library:
         self.canaries: Mapping[str, Entry] = {}
         self.scan()
 
-    def find(self, names: Iterable[str]) -> list[Entry]:
-        """Return the entries that answer a request to these tasks. Canaries are drawn at random by their share."""
-        tasks, canaries = self.tasks, self.canaries
-        entries = []
-        for name in names:
-            if name not in tasks:
-                check_name(name)
-                broken = f" (its file is broken: {self.errors[name]})" if name in self.errors else ""
-                raise UnknownTaskError(f"there is no task {name!r}{broken}; known tasks are {', '.join(tasks)}")
-            entry = tasks[name]
-            if (canary := canaries.get(name)) is not None and random.random() < (canary.share or 0.0):
-                entry = canary
-            entries.append(entry)
-        return entries
+    def find(self, name: str) -> Entry:
+        """Return the entry that answers a request to a task: its canary with the probability of the canary's share."""
+        entry, canary = self.tasks.get(name), self.canaries.get(name)
+        if entry is None:
+            check_name(name)
+            broken = f" (its file is broken: {self.errors[name]})" if name in self.errors else ""
+            raise UnknownTaskError(f"there is no task {name!r}{broken}; known tasks are {', '.join(self.tasks)}")
+        return canary if canary is not None and random.random() < (canary.share or 0.0) else entry
 
     def info(self, entry: Entry) -> dict[str, Any]:
         """Return a task and its canary, if any, as JSON."""
@@ -122,13 +116,36 @@ class Library:
             self._unload()
             return has_changed
 
+    def change(self, action: str, name: str, *args: Any) -> dict[str, Any]:
+        """Call the `Versions` method called `action` and return the task that is served afterwards, as JSON.
+
+        A file is checked before it gets its place, and served at once.
+        """
+        versions = Versions(self.store)
+        if name == self.net.original:
+            raise HttpError(409, f"{name!r} is the backbone's own task: it cannot be changed")
+        try:
+            if action in ("put", "put_canary"):
+                self.check(name, args[0])
+            elif action == "rollback" and versions.previous(name).exists():
+                self.check(name, versions.previous(name))  # it may have been broken when it was replaced
+            getattr(versions, action)(name, *args)
+        except StoreError as problem:
+            raise HttpError(409, str(problem)) from problem
+        except OSError as problem:
+            raise HttpError(507, f"cannot write to the store: {problem.strerror}") from problem
+        self.scan()
+        entry = self.tasks.get(name)
+        served = {"name": name, "version": None} if entry is None else self.info(entry)
+        return {**served, "previous": versions.previous(name).exists()}
+
     def check(self, name: str, path: Path) -> None:
-        """Load a file as this task and drop it again. Raise a `TaskError` if it cannot be served."""
+        """Load a file as this task and drop it again. Raise an `HttpError` if it cannot be served."""
         with self._scan_lock:
             problem = self._try(name, path)[1]
             self._unload()
         if problem:
-            raise TaskError(problem)
+            raise HttpError(422, f"the task file was rejected: {problem}")
 
     def _files(self) -> dict[str, Signature]:
         """Every task file and canary, by its path in the store without suffix."""

@@ -18,10 +18,9 @@ from ray.serve.config import HTTPOptions
 from ray.serve.schema import DeploymentStatus
 from torch import Tensor
 
-from bitgraft.errors import ServingError
+from bitgraft.errors import BitgraftError, ServingError
 from bitgraft.serving.app import make_app
 from bitgraft.serving.engine import Engine, Inferred, Predictions, Service
-from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.metrics import Metrics
 from bitgraft.serving.settings import Settings
 from bitgraft.serving.supervisor import open_library
@@ -99,15 +98,15 @@ def _replica(settings: Settings) -> type:
             return name
 
         async def call(self, method: str, *args: Any) -> Any:
-            """Call a method of the engine. Return an `HttpError` instead of raising it, or Ray would log a failure."""
+            """Call a method of the engine. Return an error instead of raising it, or Ray would log a failure."""
             try:
                 return await getattr(self._engine, method)(*args)
-            except HttpError as error:
+            except BitgraftError as error:
                 return error
 
-        async def predict(self, name: str, images: Sequence[bytes], top: int) -> Predictions | HttpError:
+        async def predict(self, name: str, images: Sequence[bytes], top: int) -> Predictions | BitgraftError:
             answers = await self.call("predict", [name], images, top)
-            if not isinstance(answers, HttpError):
+            if not isinstance(answers, BitgraftError):
                 await self.home()
             return answers  # type: ignore[no-any-return]
 
@@ -173,6 +172,6 @@ def _replicas(task: str = "") -> Any:
 
 async def _result(reply: Any) -> Any:
     result = await reply
-    if isinstance(result, HttpError):
+    if isinstance(result, BitgraftError):
         raise result
     return result
