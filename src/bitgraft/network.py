@@ -221,17 +221,13 @@ class Network(nn.Module):
         One pass of the plain backbone ranks the tasks, and the best few are run. Only tasks with a description take
         part (`bitgraft describe`). If tasks preprocess images differently, pass one batch per task name.
         """
-        return self.decide(images).identified
-
-    def decide(self, images: Tensor | Mapping[str, Tensor]) -> decision.Decision:
-        """Identify each image's task, and return the outputs of the tasks that ran as well."""
         tasks = self.tasks
         by_task = dict.fromkeys(tasks, images) if isinstance(images, Tensor) else images
         return self._identifier.decide(tasks, by_task, lambda name, batch: logits(self(batch, task=name)))
 
     def union_scores(self, images: Tensor | Mapping[str, Tensor]) -> Tensor:
         """Return log-probabilities of `classes()`, (N, classes). Rows of unknown images are minus infinity."""
-        return decision.union_scores(self.decide(images), self.tasks, known_only=True)
+        return decision.union_scores(self.identify(images), self.tasks, known_only=True)
 
     def classes(self) -> list[tuple[str, str]]:
         """Return the classes of all tasks that have a description, as (task, class), sorted by task."""

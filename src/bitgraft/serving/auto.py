@@ -30,7 +30,7 @@ def identify(library: Library, images: Sequence[bytes], top: int, max_pixels: in
 
     try:
         inputs = {name: batches[entry.preprocessing] for name, entry in entries.items()}
-        decision = net._identifier.decide(tasks, inputs, run)
+        decided = net._identifier.decide(tasks, inputs, run)
     except BitgraftError as problem:  # no task has a description, or the backbone has no features
         raise HttpError(409, str(problem)) from problem
-    return as_answers(decision, {name: entry.classes for name, entry in entries.items()}, top=top)
+    return as_answers(decided, {name: entry.classes for name, entry in entries.items()}, top=top)
