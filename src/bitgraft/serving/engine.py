@@ -13,7 +13,6 @@ from torch import Tensor
 
 from bitgraft.errors import UnknownTaskError
 from bitgraft.runtime.module_cache import computed_bytes
-from bitgraft.serving import auto
 from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.library import Entry, Library
 from bitgraft.serving.metrics import Metrics
@@ -137,7 +136,7 @@ class Engine(Service):
     async def identify(self, images: Sequence[bytes], top: int) -> list[dict[str, Any]]:
         """Return each image's task and its answers. It runs in a decoder thread, outside the queues."""
         self._check_size(1, len(images))
-        work = partial(auto.identify, self.library, images, top, self.settings.max_pixels)
+        work = partial(self.library.identify, images, top, self.settings.max_pixels)
         return await self._in_decoder(work, len(images))
 
     def _check_size(self, tasks: int, images: int) -> None:

@@ -10,25 +10,29 @@ import os
 import random
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
+from torch import Tensor
 
 from bitgraft.backbone.files import check_name, read_whole
 from bitgraft.data.preprocessing import Preprocessing
-from bitgraft.errors import StoreError, TaskError, UnknownTaskError
+from bitgraft.errors import BitgraftError, StoreError, TaskError, UnknownTaskError
 from bitgraft.format.archive import from_bytes, rename
 from bitgraft.format.inspect import inspect_archive
 from bitgraft.network import Network
 from bitgraft.runtime.new_task import loaded_task
 from bitgraft.serving.http_error import HttpError
+from bitgraft.serving.predictions import decode_all
 from bitgraft.serving.versions import CANARY, Versions
 from bitgraft.store import SUFFIX, Store
-from bitgraft.workflows.prediction import imagenet_names, preprocessing_of
+from bitgraft.workflows.identification import as_answers
+from bitgraft.workflows.prediction import imagenet_names, preprocessing_of, torch_scores
 
 log = logging.getLogger("bitgraft.serving")
 
@@ -96,6 +100,25 @@ class Library:
             return dict(entry.info)
         shown = {"share": canary.share, "version": canary.info["version"], "accuracy": canary.info["accuracy"]}
         return {**entry.info, "canary": shown}
+
+    def identify(self, images: Sequence[bytes], top: int, max_pixels: int) -> list[dict[str, Any]]:
+        """Return each image's task, the most likely tasks, and the task's answers, as JSON."""
+        net = self.net
+        entries = {name: entry for name, entry in self.tasks.items() if name != net.original}
+        tasks = {name: net.tasks[entry.task_id] for name, entry in entries.items()}
+        preprocessings = list(dict.fromkeys(entry.preprocessing for entry in entries.values()))
+        decoded = zip(*decode_all(images, preprocessings, max_pixels), strict=True)
+        batches = {one: torch.stack(t).to(net.anatomy.device) for one, t in zip(preprocessings, decoded, strict=True)}
+        inputs = {name: batches[entry.preprocessing] for name, entry in entries.items()}
+
+        def run(name: str, batch: Tensor) -> Tensor:
+            return torch_scores(net, entries[name].task_id, batch).to(net.anatomy.device)
+
+        try:
+            found = net._identifier.decide(tasks, inputs, run)
+        except BitgraftError as problem:  # no task has a description, or the backbone has no features
+            raise HttpError(409, str(problem)) from problem
+        return as_answers(found, {name: entry.classes for name, entry in entries.items()}, top=top)
 
     def scan(self) -> bool:
         """Load new and replaced files and drop removed ones. Return whether the folder has changed."""
