@@ -72,7 +72,7 @@ class Versions:
             _require(previous, f"task {name!r} has no previous version")
             self._store.check_replaceable(name)
             if current.exists():
-                _link(current, part)
+                shutil.copyfile(current, part)
             os.replace(previous, current)
             if part.exists():
                 os.replace(part, previous)
@@ -87,14 +87,13 @@ class Versions:
             os.replace(self._store.path(name), self.previous(name))
 
     def _replace(self, name: str, file: Path) -> None:
-        """Link the served file as the previous version, so that the task always has a file, then replace it."""
+        """Copy the served file, so that the task always has one, then replace it. The copy is the previous version."""
         current, previous, part = self._store.path(name), self.previous(name), self.part()
         if current.exists():
             self._store.check_replaceable(name)
             previous.parent.mkdir(exist_ok=True)
-            _link(current, part)
+            shutil.copyfile(current, part)
             os.replace(part, previous)
-            part.unlink(missing_ok=True)  # os.replace does nothing if both are links to the same file
         os.replace(file, current)
 
     def _drop_canary(self, name: str) -> None:
@@ -112,10 +111,3 @@ class Versions:
 def _require(path: Path, message: str) -> None:
     if not path.exists():
         raise HttpError(404, message)
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # the file system has no hard links
-        shutil.copyfile(source, target)
