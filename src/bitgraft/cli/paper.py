@@ -132,7 +132,6 @@ def _words(text: str | None) -> list[str]:
 
 
 def _seeds(text: str | None) -> list[int]:
-
     try:
         return [Config(seed=int(word)).seed for word in _words(text)]
     except TrainingError as error:

@@ -131,7 +131,7 @@ def evaluate(
     from bitgraft.training.inputs import labelled
     from bitgraft.workflows.identification import evaluate_union
 
-    classes = Store(store).archive(task).metadata.classes or ()
+    classes = Store(store).summary(task).metadata.classes or ()
     opened = open_to_evaluate(data, split, seed=seed)
     images = labelled(opened, split, classes, f"task {task!r}", "--split {}")
     net = opt.network_with(store, Store(store).names() if union else [task], device)
