@@ -121,8 +121,7 @@ def _add_predictions(app: FastAPI, service: Service, uploads: Uploads) -> None:
         async with uploads.read(request, uploads.images) as (images, more):
             names = [*task, *more]
             if not names:
-                known = ", ".join(row["name"] for row in (await service.tasks())["tasks"])
-                raise HttpError(422, f"no task given: add ?task=NAME&task=NAME; known tasks are {known}")
+                raise HttpError(422, "no task given: add ?task=NAME&task=NAME; /v1/tasks lists the names")
             answers = await service.predict(names, images, top)
         return {"milliseconds": _milliseconds_since(start), "tasks": answers}
 

@@ -223,11 +223,9 @@ class Engine(Service):
 
     def _row(self, entry: Entry) -> dict[str, Any]:
         engine, reason = self.sessions.engine(entry), self.sessions.reasons.get(entry)
-        row = {**self.library.info(entry), "resident": self._is_resident(entry), "engine": engine}
+        resident = self.sessions.size(entry) > 0 or entry.task_id in self.library.net.resident
+        row = {**self.library.info(entry), "resident": resident, "engine": engine}
         return row | ({"engine_reason": reason} if reason and self.settings.use_sessions else {})
-
-    def _is_resident(self, entry: Entry) -> bool:
-        return self.sessions.size(entry) > 0 or entry.task_id in self.library.net.resident
 
     async def task(self, name: str) -> dict[str, Any]:
         """Return one task as JSON, with its layers."""

@@ -134,8 +134,10 @@ class Library:
                 retried = self.errors.keys() & found.keys()  # a missing dependency may have been added
                 loaded = {key: entry for key, entry in self._loaded.items() if key in found}
                 self._report(self._load(loaded, sorted(changed | retried)))
-                self._signatures = found
-                self._publish(loaded)
+                self._signatures, self._loaded = found, loaded
+                entries = sorted([self._original, *loaded.values()], key=lambda entry: entry.name)
+                self.tasks = {entry.name: entry for entry in entries if entry.share is None}
+                self.canaries = {entry.name: entry for entry in entries if entry.share is not None}
             self._unload()
             return has_changed
 
@@ -182,12 +184,6 @@ class Library:
                     stat = path.stat()
                     found[prefix + path.stem] = stat.st_size, stat.st_mtime_ns, stat.st_ino
         return found
-
-    def _publish(self, loaded: dict[str, Entry]) -> None:
-        entries = sorted([self._original, *loaded.values()], key=lambda entry: entry.name)
-        self._loaded = loaded
-        self.tasks = {entry.name: entry for entry in entries if entry.share is None}
-        self.canaries = {entry.name: entry for entry in entries if entry.share is not None}
 
     def _unload(self) -> None:
         for task_id in list(self._unused):
