@@ -11,7 +11,6 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
-from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from bitgraft import __version__
@@ -38,51 +37,6 @@ BODY = {
 }
 
 
-class Answer(BaseModel):
-    """One class and its probability."""
-
-    class_: str = Field(alias="class")
-    probability: float
-
-
-class Prediction(BaseModel):
-    """One task's answers: a list per image, the most likely class first."""
-
-    task: str
-    version: str
-    milliseconds: float = Field(description="Time in the network, for the batches that the images ran in.")
-    answers: list[list[Answer]]
-
-
-class Predictions(BaseModel):
-    """The answers of several tasks to the same images."""
-
-    milliseconds: float
-    tasks: list[Prediction]
-
-
-class Guess(BaseModel):
-    """A task and the probability that the image belongs to it."""
-
-    task: str
-    score: float
-
-
-class Found(BaseModel):
-    """An image's task (null if unknown), the most likely tasks, and the answers of the first."""
-
-    task: str | None
-    route: list[Guess]
-    answers: list[Answer]
-
-
-class FoundPredictions(BaseModel):
-    """The identified task and its answers, per image."""
-
-    milliseconds: float
-    images: list[Found]
-
-
 def make_app(service: Service) -> FastAPI:
     app = FastAPI(title="bitgraft", version=__version__, docs_url=None, redoc_url=None)
     kinds: tuple[type[Exception], ...] = (HttpError, *STATUS, HTTPException, RequestValidationError, Exception)
@@ -100,22 +54,22 @@ def make_app(service: Service) -> FastAPI:
 
 
 def _add_predictions(app: FastAPI, service: Service, uploads: Uploads) -> None:
-    @app.post("/v1/predict/auto", response_model=FoundPredictions, openapi_extra=BODY, responses=example(FOUND))
-    async def find(request: Request, top: Top = 5) -> Any:
+    @app.post("/v1/predict/auto", openapi_extra=BODY, responses=example(FOUND))
+    async def find(request: Request, top: Top = 5) -> dict[str, Any]:
         """Identify each image's task from the tasks' descriptions and run it. Unknown images have a null task."""
         start = time.perf_counter()
         async with uploads.read(request, uploads.images) as (images, _):
             found = await service.identify(images, top)
         return {"milliseconds": _milliseconds_since(start), "images": found}
 
-    @app.post("/v1/predict/{task:path}", response_model=Prediction, openapi_extra=BODY, responses=example(PREDICTION))
-    async def predict(request: Request, task: str, top: Top = 5) -> Any:
-        """Run one task on one or more images."""
+    @app.post("/v1/predict/{task:path}", openapi_extra=BODY, responses=example(PREDICTION))
+    async def predict(request: Request, task: str, top: Top = 5) -> dict[str, Any]:
+        """Run one task on one or more images. `milliseconds` is the time of their batches in the network."""
         async with uploads.read(request, uploads.images) as (images, _):
             return (await service.predict([task], images, top))[0]
 
-    @app.post("/v1/predict", response_model=Predictions, openapi_extra=BODY, responses=example(PREDICTIONS))
-    async def predict_several(request: Request, task: Tasks = [], top: Top = 5) -> Any:  # noqa: B006
+    @app.post("/v1/predict", openapi_extra=BODY, responses=example(PREDICTIONS))
+    async def predict_several(request: Request, task: Tasks = [], top: Top = 5) -> dict[str, Any]:  # noqa: B006
         """Run several tasks on the same images."""
         start = time.perf_counter()
         async with uploads.read(request, uploads.images) as (images, more):
