@@ -199,11 +199,13 @@ class Network(nn.Module):
 
     @eager_frame
     def _forward_mixed(self, tasks: list[str], inputs: Sequence[Any], named: Mapping[str, Any]) -> list[Tensor]:
-        groups, outputs = grouping.by_task(tasks, inputs, named), []
+        groups, outputs = grouping.rows_by_task(tasks, inputs, named), dict[int, Tensor]()
         with self._module_cache.spare.lend(self._original) as spare:
-            for name, group in groups.items():
-                outputs.append(logits(self.ready(name, groups, spare)(*group.inputs, **group.named)))
-        return grouping.in_order(groups.values(), outputs)
+            for name, rows in groups.items():
+                own = [grouping.select(value, rows, len(tasks)) for value in inputs]
+                more = {key: grouping.select(value, rows, len(tasks)) for key, value in named.items()}
+                outputs |= zip(rows, logits(self.ready(name, groups, spare)(*own, **more)), strict=True)
+        return [outputs[row] for row in range(len(tasks))]
 
     @eager
     def ready(self, name: str | None, batch: Iterable[str] = (), spare: TaskModule | None = None) -> TaskModule:
