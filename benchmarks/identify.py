@@ -13,14 +13,15 @@ from statistics import mean, median, stdev
 import torch
 from torch import Tensor
 
+from benchmarks.identify_baselines import Mahalanobis, NearestMean, RelativeMahalanobis
 from benchmarks.identify_cost import ROUNDS, cost
 from benchmarks.identify_data import MOST, Collection, Domain, picked
 from benchmarks.identify_split import split_tables
 from benchmarks.measure import in_turns, timed
 from bitgraft.format.description import Description
-from bitgraft.runtime.identify import scorers
 from bitgraft.runtime.identify.decision import RUNS, TEMPERATURE, WEIGHT
 from bitgraft.runtime.identify.fitting import calibrated, fit_description, rank_for
+from bitgraft.runtime.identify.scorers import Likelihood, certainty, energy
 
 SEEDS = (0, 1, 2)
 DRAWN = 0.8  # share of the training and validation images drawn by each seed
@@ -68,7 +69,7 @@ class Trial:
         drawn, own = self._drawn(len(kept)), self._collection.logits(domain.name, domain.name)["val"]
         return calibrated(found, features["val"][kept[drawn]], own[drawn])
 
-    def route(self, scorer: type[scorers.Scorer], part: str = "test", *, standard: bool = False) -> Scores:
+    def route(self, scorer: type[Likelihood], part: str = "test", *, standard: bool = False) -> Scores:
         """Score plain features; with `standard`, standardise by each task's own validation images."""
         made = scorer([self.descriptions[name] for name in self.names])
         found = {domain.name: made(domain.features[part]) for domain in self.domains}
@@ -78,7 +79,7 @@ class Trial:
             found = {name: (scores - centre) / scale for name, scores in found.items()}
         return found
 
-    def milliseconds(self, scorer: type[scorers.Scorer]) -> float:
+    def milliseconds(self, scorer: type[Likelihood]) -> float:
         """Time the scoring of one image's features for all tasks, without the backbone's forward pass."""
         made = scorer([self.descriptions[name] for name in self.names])
         (times,) = in_turns([timed(lambda: made(self.domains[0].features["test"][:1]))], ROUNDS)
@@ -92,8 +93,8 @@ class Trial:
             for name in self.tasks:
                 logits = self._collection.logits(name, domain)[part].float()
                 known = self.descriptions[name].calibrated
-                certain = scorers.certainty(scorers.energy(logits), known)
-                ways = {"softmax": logits.softmax(1).amax(1), "energy": scorers.energy(logits), "certainty": certain}
+                certain = certainty(energy(logits), known)
+                ways = {"softmax": logits.softmax(1).amax(1), "energy": energy(logits), "certainty": certain}
                 columns.append(ways[what])
             found[domain] = torch.stack(columns, 1)
         return found
@@ -106,7 +107,7 @@ class Trial:
 
     def decided(self, part: str = "test", weight: float = WEIGHT) -> tuple[Scores, Scores]:
         """Return the scores and the typicality that `bitgraft.runtime.identify.decision` decides by."""
-        route, own = self.ran(self.route(scorers.Likelihood, part), part), self.own("certainty", part)
+        route, own = self.ran(self.route(Likelihood, part), part), self.own("certainty", part)
         known = [self.descriptions[name].calibrated for name in self.tasks]
         centre, scale = (torch.tensor([getattr(c, f"route_{how}") for c in known]) for how in ("mean", "std"))
         threshold = torch.tensor([c.threshold for c in known])
@@ -175,14 +176,14 @@ def stage_one(trials: Sequence[Trial]) -> Iterator[str]:
     """Use only plain features, on all test images of all domains."""
     yield "| scorer | task right, mean of domains % | all images % | AUROC, pairs | FPR@95, pairs % | ms per image |"
     yield "|---|---|---|---|---|---|"
-    every = [("NearestMean", False), ("Mahalanobis", False), ("Mahalanobis", True), ("RelativeMahalanobis", False)]
-    for name, standard in [*every, ("Likelihood", False)]:
-        found = [trial.route(getattr(scorers, name), standard=standard) for trial in trials]
+    every = [(NearestMean, False), (Mahalanobis, False), (Mahalanobis, True), (RelativeMahalanobis, False)]
+    for scorer, standard in [*every, (Likelihood, False)]:
+        found = [trial.route(scorer, standard=standard) for trial in trials]
         right, apart = [accuracy(f, trials[0].names) for f in found], [pairs(f, trials[0].names) for f in found]
         cells = [spread([r[0] for r in right]), spread([r[1] for r in right])]
         cells += [spread([p[0] for p in apart], 3, 1), spread([p[1] for p in apart])]
-        cells.append(f"{trials[0].milliseconds(getattr(scorers, name)):.2f}")
-        yield f"| {name}{', standardised' if standard else ''} | {' | '.join(cells)} |"
+        cells.append(f"{trials[0].milliseconds(scorer):.2f}")
+        yield f"| {scorer.__name__}{', standardised' if standard else ''} | {' | '.join(cells)} |"
 
 
 def stage_two(trials: Sequence[Trial]) -> Iterator[str]:
@@ -194,9 +195,9 @@ def stage_two(trials: Sequence[Trial]) -> Iterator[str]:
         "maximum softmax": lambda trial: trial.own("softmax"),
         "energy": lambda trial: trial.own("energy"),
         "energy, standardised": lambda trial: trial.own("certainty"),
-        "nearest mean": lambda trial: trial.ran(trial.route(scorers.NearestMean)),
-        "Mahalanobis++": lambda trial: trial.ran(trial.route(scorers.Mahalanobis)),
-        "route (likelihood)": lambda trial: trial.ran(trial.route(scorers.Likelihood)),
+        "nearest mean": lambda trial: trial.ran(trial.route(NearestMean)),
+        "Mahalanobis++": lambda trial: trial.ran(trial.route(Mahalanobis)),
+        "route (likelihood)": lambda trial: trial.ran(trial.route(Likelihood)),
         "route and decide": lambda trial: trial.decided()[0],
     }
     for title, way in ways.items():
@@ -216,9 +217,9 @@ def unknown(trials: Sequence[Trial]) -> Iterator[str]:
     every = {
         "maximum softmax": lambda t: (t.own("softmax"), t.own("softmax"), best),
         "energy": lambda t: (t.own("energy"), t.own("energy"), best),
-        "nearest mean": lambda t: (*[t.ran(t.route(scorers.NearestMean))] * 2, best),
-        "Mahalanobis++": lambda t: (*[t.ran(t.route(scorers.Mahalanobis))] * 2, best),
-        "likelihood": lambda t: (*[t.ran(t.route(scorers.Likelihood))] * 2, best),
+        "nearest mean": lambda t: (*[t.ran(t.route(NearestMean))] * 2, best),
+        "Mahalanobis++": lambda t: (*[t.ran(t.route(Mahalanobis))] * 2, best),
+        "likelihood": lambda t: (*[t.ran(t.route(Likelihood))] * 2, best),
         "typicality (route and decide)": lambda t: (*t.decided(), of_best),
     }
     claims: list[list[float]] = []
@@ -236,10 +237,10 @@ def unknown(trials: Sequence[Trial]) -> Iterator[str]:
 def unknown_by_features(trials: Sequence[Trial]) -> Iterator[str]:
     """Leave out each domain in turn, with plain features only, on all test images."""
     yield "| scorer | AUROC, mean | worst | FPR@95, mean % | worst % |\n|---|---|---|---|---|"
-    for name in ("NearestMean", "Mahalanobis", "Likelihood"):
-        found = [left_out(*[t.route(getattr(scorers, name))] * 2, t.names, best) for t in trials]
-        yield f"| {name} | {' | '.join(_unknown_cells(found))} |"
-    usual = [(t.route(scorers.Likelihood), t.route(scorers.Likelihood, standard=True), t.names) for t in trials]
+    for scorer in (NearestMean, Mahalanobis, Likelihood):
+        found = [left_out(*[t.route(scorer)] * 2, t.names, best) for t in trials]
+        yield f"| {scorer.__name__} | {' | '.join(_unknown_cells(found))} |"
+    usual = [(t.route(Likelihood), t.route(Likelihood, standard=True), t.names) for t in trials]
     found = [left_out(*one, of_best) for one in usual]
     yield f"| Likelihood, standardised, of the best task | {' | '.join(_unknown_cells(found))} |"
 

@@ -19,7 +19,7 @@ from bitgraft.runtime import grouping
 from bitgraft.runtime.eager import eager, eager_frame
 from bitgraft.runtime.fingerprint import Fingerprint
 from bitgraft.runtime.identify import decision
-from bitgraft.runtime.module_cache import ModuleCache, SpareModule
+from bitgraft.runtime.module_cache import ModuleCache
 from bitgraft.runtime.new_task import loaded_task, new_task, plain_task
 from bitgraft.runtime.task_module import TaskModule
 from bitgraft.task import Task, check_name, dotless, dotted
@@ -199,14 +199,16 @@ class Network(nn.Module):
 
     @eager_frame
     def _forward_mixed(self, tasks: list[str], inputs: Sequence[Any], named: Mapping[str, Any]) -> list[Tensor]:
-        groups, outputs = grouping.by_task(tasks, inputs, named), []
-        with self._module_cache.spare.lend() as spare:
-            for name, group in groups.items():
-                outputs.append(logits(self.ready(name, groups, spare)(*group.inputs, **group.named)))
-        return grouping.in_order(groups.values(), outputs)
+        groups, outputs = grouping.rows_by_task(tasks, inputs, named), dict[int, Tensor]()
+        with self._module_cache.spare.lend(self._original) as spare:
+            for name, rows in groups.items():
+                own = [grouping.select(value, rows, len(tasks)) for value in inputs]
+                more = {key: grouping.select(value, rows, len(tasks)) for key, value in named.items()}
+                outputs |= zip(rows, logits(self.ready(name, groups, spare)(*own, **more)), strict=True)
+        return [outputs[row] for row in range(len(tasks))]
 
     @eager
-    def ready(self, name: str | None, batch: Iterable[str] = (), spare: SpareModule | None = None) -> TaskModule:
+    def ready(self, name: str | None, batch: Iterable[str] = (), spare: TaskModule | None = None) -> TaskModule:
         """Return the module that runs a task, up to date: the spare one if the tasks of a mixed batch do not fit."""
         with self._lock:
             cache, task, others = self._module_cache, self._find(name), [self._find(other) for other in batch]
@@ -221,17 +223,13 @@ class Network(nn.Module):
         One pass of the plain backbone ranks the tasks, and the best few are run. Only tasks with a description take
         part (`bitgraft describe`). If tasks preprocess images differently, pass one batch per task name.
         """
-        return self.decide(images).identified
-
-    def decide(self, images: Tensor | Mapping[str, Tensor]) -> decision.Decision:
-        """Identify each image's task, and return the outputs of the tasks that ran as well."""
         tasks = self.tasks
         by_task = dict.fromkeys(tasks, images) if isinstance(images, Tensor) else images
         return self._identifier.decide(tasks, by_task, lambda name, batch: logits(self(batch, task=name)))
 
     def union_scores(self, images: Tensor | Mapping[str, Tensor]) -> Tensor:
         """Return log-probabilities of `classes()`, (N, classes). Rows of unknown images are minus infinity."""
-        return decision.union_scores(self.decide(images), self.tasks, known_only=True)
+        return decision.union_scores(self.identify(images), self.tasks, known_only=True)
 
     def classes(self) -> list[tuple[str, str]]:
         """Return the classes of all tasks that have a description, as (task, class), sorted by task."""

@@ -191,9 +191,9 @@ def test_one_class_is_refused_and_few_images_cause_a_warning(run, tmp_path):
         (("photos", *RUN, "--preset", "fast"), 2, "known are default, quick"),
         (("photos", *RUN, "--config", "none.toml"), 2, "--config none.toml cannot be read: No such file"),
         (("photos", *RUN, "--config", "photos/train/red/0.png"), 2, "cannot be read"),
-        (("photos", *RUN, "--rate", "masks=1"), 2, "no role 'masks'"),
+        (("photos", *RUN, "--rate", "masks=1"), 2, "rates names the role 'masks'; roles are"),
         (("photos", *RUN, "--rate", "k=fast"), 2, "give ROLE=NUMBER"),
-        (("photos", *RUN, "--weight-decay", "k=-1"), 2, "must be finite and not negative"),
+        (("photos", *RUN, "--weight-decay", "k=-1"), 2, "numbers must be finite, and not negative"),
         (
             ("photos", *RUN, "--schedule", "linear"),
             2,

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from bitgraft.data.preprocessing import Preprocessing, evaluation_tensor
 from bitgraft.network import Network
-from bitgraft.serving import class_names
 from bitgraft.store import Backbone, Store
+from bitgraft.workflows import prediction
 
 SHOT = "photos/test/red/0.png"
 
@@ -164,7 +164,7 @@ def test_predict_folders_and_tasks(run):
 
 
 def test_predict_names_imagenets_classes(run, monkeypatch):
-    monkeypatch.setattr(class_names, "imagenet_names", lambda network, backbone: ("tench", "goldfish", *"abc"))
+    monkeypatch.setattr(prediction, "imagenet_names", lambda network, backbone: ("tench", "goldfish", *"abc"))
     answers = json.loads(run("predict", SHOT, "--task", "original", "--json")[1])[0]["tasks"]["original"]
     assert {answer["class"] for answer in answers} == {"tench", "goldfish", *"abc"}
 

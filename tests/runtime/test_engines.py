@@ -117,8 +117,8 @@ def test_blocks_of_channels_are_what_their_description_says(block, shape):
     for a, b in product(range(o), range(i)):
         both[a // block, b // block, :, :, b % block, a % block] = weight[a, b]
         outer[a // block, b, :, :, a % block] = weight[a, b]
-    assert torch.equal(onnx_layout._blocks(weight, block).flatten(), both.flatten())
-    assert torch.equal(onnx_layout._blocks_of_outputs(weight, block).flatten(), outer.flatten())
+    assert torch.equal(onnx_layout._blocks(weight, block, block).flatten(), both.flatten())
+    assert torch.equal(onnx_layout._blocks(weight, block, 1).flatten(), outer.flatten())
 
 
 def test_threads_share_a_graph_with_weights_of_their_own(tmp_path):

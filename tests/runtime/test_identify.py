@@ -14,6 +14,7 @@ from tiny import tiny
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
+from benchmarks.identify_baselines import Mahalanobis, NearestMean, RelativeMahalanobis
 from bitgraft import (
     CorruptError,
     DataError,
@@ -30,7 +31,7 @@ from bitgraft.format.archive import content_hash
 from bitgraft.format.description import Description, rounded
 from bitgraft.runtime.identify import features, fitting
 from bitgraft.runtime.identify.decision import union_scores
-from bitgraft.runtime.identify.scorers import Likelihood, Mahalanobis, NearestMean, RelativeMahalanobis
+from bitgraft.runtime.identify.scorers import Likelihood
 from bitgraft.workflows import describe_task
 
 DIM = 12
@@ -169,13 +170,13 @@ def test_images_find_their_tasks_and_strange_ones_none() -> None:
 def test_auto_gives_the_union_of_classes() -> None:
     net, seen = network("bright", "dark"), images(3, 6)
     assert net.classes() == [("bright", "a"), ("bright", "b"), ("bright", "c"), ("dark", "0"), ("dark", "1")]
-    decision = net.decide(seen)
+    decision = net.identify(seen)
     every = union_scores(decision, net.tasks)
     torch.testing.assert_close(every.exp().sum(1), torch.ones(6))
     with torch.no_grad():
         own = net(seen, task="bright")
     assert (every[:, :3].argmax(1) == own.argmax(1)).all()
-    auto, unknown = net(seen, task="auto"), torch.tensor([name is None for name in decision.identified.tasks])
+    auto, unknown = net(seen, task="auto"), torch.tensor([name is None for name in decision.tasks])
     assert torch.equal(auto[~unknown], every[~unknown])
     assert (auto[unknown] == -torch.inf).all()
     net.add_task("auto", classes=4)
@@ -188,7 +189,7 @@ def test_a_network_that_ends_in_a_softmax_is_taken_at_its_word() -> None:
     describe(net, "bright", images(1))
     with torch.no_grad():
         own = net(images(3, 6), task="bright")
-    torch.testing.assert_close(union_scores(net.decide(images(3, 6)), net.tasks).exp(), own)
+    torch.testing.assert_close(union_scores(net.identify(images(3, 6)), net.tasks).exp(), own)
 
 
 def test_neither_the_order_of_tasks_nor_their_number_matters() -> None:

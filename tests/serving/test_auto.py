@@ -8,7 +8,6 @@ from services import new_store, picture
 from bitgraft.network import Network
 from bitgraft.runtime.identify.fitting import calibrated, fit_description
 from bitgraft.serving.app import make_app
-from bitgraft.serving.auto import identify
 from bitgraft.serving.engine import Service
 from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.library import Library
@@ -39,7 +38,7 @@ def library(tmp_path_factory):
 def test_tasks_are_identified_as_offline(library):
     held, net = library
     data = [picture(3), picture(4)]
-    said = identify(held, data, 2, 1_000_000)
+    said = held.identify(data, 2, 1_000_000)
     offline = identification.find(net, [identification.prepare(net, one) for one in data], top=2)
     assert [one["task"] for one in said] == [one["task"] for one in offline]
     for one, other in zip(said, offline, strict=True):
@@ -58,7 +57,7 @@ def test_identification_over_http(library):
 
     class Finding(Silent):
         async def identify(self, images, top):
-            return identify(held, images, top, 1_000_000)
+            return held.identify(images, top, 1_000_000)
 
     said = TestClient(make_app(Finding())).post("/v1/predict/auto", content=picture(3)).json()
     assert said["images"][0]["route"][0]["task"] in NAMES
@@ -69,6 +68,6 @@ def test_a_store_without_descriptions_is_a_conflict(tmp_path):
     store, net = new_store(tmp_path)
     held = Library(store, Network(net.backbone))
     with pytest.raises(HttpError) as refused:
-        identify(held, [picture(3)], 2, 1_000_000)
+        held.identify([picture(3)], 2, 1_000_000)
     assert refused.value.status == 409
     assert "bitgraft describe" in refused.value.message

@@ -12,13 +12,13 @@ from images import bitgraft
 from services import PATIENCE, Served, new_store, picture, served, until
 
 from bitgraft.serving.app import make_app
-from bitgraft.serving.class_names import imagenet_names
 from bitgraft.serving.engine import Engine
 from bitgraft.serving.library import Library
 from bitgraft.serving.logs import valid_or_new_id
 from bitgraft.serving.settings import Settings
 from bitgraft.serving.tracing import Tracing
 from bitgraft.store import Backbone
+from bitgraft.workflows.prediction import imagenet_names
 
 
 @pytest.fixture(scope="module")

@@ -200,7 +200,7 @@ def test_computed_weights_stay_within_the_memory_budget():
 
 def best_class(library: Library, name: str, data: bytes) -> str:
     """Return the name of a task's most likely class."""
-    (entry,) = library.find([name])
+    entry = library.find(name)
     with torch.no_grad():
         scores = library.net(evaluation_tensor(data, entry.preprocessing)[None], task=entry.task_id)[0]
     return entry.classes[int(scores.argmax())]
@@ -212,7 +212,7 @@ def test_the_library_follows_its_folder(tmp_path):
     assert not served.scan()
     assert list(served.tasks) == ["birds", "cars", "original"]
     assert best_class(served, "birds", picture()) == offline(net, "birds", picture())[0]["class"]
-    (old,) = served.find(["birds"])
+    old = served.find("birds")
     task_id = old.task_id
     add(store, net, "birds", seed=9, size=24)
     add(store, net, "new", seed=3)
@@ -251,7 +251,7 @@ def test_a_broken_file_is_reported_and_the_old_version_stays(tmp_path):
     assert set(served.errors) == {"birds", "junk"}
     assert str(tmp_path) not in "".join(served.errors.values())
     with pytest.raises(UnknownTaskError, match="its file is broken"):
-        served.find(["junk"])
+        served.find("junk")
     store.path("birds").write_bytes(whole)
     store.path("junk").unlink()
     served.scan()
@@ -301,9 +301,9 @@ def test_files_that_cannot_be_served_have_an_error(tmp_path):
     assert "cannot be a task's name" in served.errors["not a name"]
     assert not served.net.tasks
     with pytest.raises(UnsafeNameError):
-        served.find(["../store"])
+        served.find("../store")
     with pytest.raises(TaskError):
-        served.find([""])
+        served.find("")
 
 
 def test_loaded_matrices_are_aligned_as_torch_aligns_its_own(tmp_path):

@@ -47,8 +47,12 @@ def library(tmp_path):
     return Library(store, net.joint_copy())
 
 
-def holding(library, *, sessions: float, make=FakeSession, **options) -> Sessions:
-    made = Sessions(library, budget=int(sessions * SIZE), make=make, **options)
+def settings(library, **given) -> Settings:
+    return Settings(store=library.store.folder, threads=1, poll=3600.0, **given)
+
+
+def holding(library, *, sessions: float, make=FakeSession, pinned=(), **options) -> Sessions:
+    made = Sessions(library, settings(library, memory_budget=int(sessions * SIZE), pin=pinned), make=make, **options)
     made._estimate = lambda: SIZE
     made.start()
     return made
@@ -69,7 +73,7 @@ def test_a_task_runs_on_pytorch_until_it_is_busy(library):
     assert (held.engine(birds), held.get(cars, 1), len(held), held.nbytes) == ("onnxruntime", None, 1, SIZE)
 
 
-def test_only_a_busier_task_replaces_the_least_recently_used_session(library):
+def test_only_a_busier_task_replaces_the_least_busy_session(library):
     events: list = []
     held = holding(library, sessions=2, on_event=lambda *event: events.append(event))
     birds, cars, dogs = (library.tasks[name] for name in NAMES)
@@ -238,7 +242,7 @@ def test_a_failed_export_is_the_tasks_reason(library, monkeypatch):
 
 
 def started(library, **options) -> Engine:
-    engine = Engine(library, Settings(store=library.store.folder, threads=1, poll=3600.0, **options))
+    engine = Engine(library, settings(library, **options))
     engine.sessions._make = task_session
     engine.start()
     return engine
@@ -343,7 +347,7 @@ def test_added_and_removed_tasks_leave_no_memory_behind(library, caplog):
 
 def test_without_onnxruntime_the_service_runs_on_pytorch(library, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    held = Sessions(library, budget=10**9, pinned=("birds",))
+    held = Sessions(library, settings(library, pin=("birds",)))
     held.start()
     until(held.ready, "it never becomes ready")
     assert "onnxruntime, which cannot be imported" in held.reasons[library.tasks["birds"]]

@@ -11,6 +11,7 @@ from typer import Argument
 from bitgraft.cli.app import command, count, setting
 from bitgraft.cli.options import AsJson, Head, Weights
 from bitgraft.cli.output import megabytes, show, table
+from bitgraft.methods import registry
 
 if TYPE_CHECKING:
     from bitgraft.backbone.anatomy import Anatomy
@@ -161,8 +162,6 @@ def params(
 @command("\n  bitgraft methods")
 def methods(as_json: AsJson = False) -> None:
     """List the methods with their equations."""
-    from bitgraft.methods import registry
-
     known = [registry.get(name) for name in registry.method_names()]
     rows = [{"name": one.name, "equation": one.equation, "summary": one.summary} for one in known]
     data = [{**row, "options": registry.plain(one.options)} for row, one in zip(rows, known, strict=True)]

@@ -9,6 +9,7 @@ from typer import Argument, Option
 from bitgraft.cli import options as opt
 from bitgraft.cli.app import command, count, flag, number, setting
 from bitgraft.cli.output import megabytes, percent, show
+from bitgraft.store import Store
 from bitgraft.training.callbacks import Callback, Plan
 
 FINETUNED = "The fine-tuned copy: a file of weights, a task file, or STORE/TASK."
@@ -27,6 +28,7 @@ RATE = "Learning rate of distillation, for the roles scores and norms; repeatabl
   bitgraft compress finetuned.pth --task flowers --calibrate photos --bits 0.5
   bitgraft compress finetuned.pth --task flowers --no-distil""")
 def compress(
+    context: typer.Context,
     finetuned: Annotated[str, Argument(metavar="FINETUNED", help=FINETUNED, show_default=False)],
     task: Annotated[str, setting("NAME", "The new task's name.")],
     backbone: Annotated[str | None, setting("NAME", BACKBONE)] = None,
@@ -59,20 +61,12 @@ def compress(
         raise typer.BadParameter("--calibrate also measures accuracy: leave out --eval")
     if no_distil and (calibrate or steps or batch or rate):
         raise typer.BadParameter("--no-distil only rounds: leave out --calibrate, --steps, --batch and --rate")
-    options, rates = opt.method_options("full", option), opt.by_role(rate, "--rate")
+    options = opt.method_options("full", option)
 
     from bitgraft.compression.distil import CALIBRATION, ON_DRAWINGS
-    from bitgraft.errors import TrainingError
     from bitgraft.format.inspect import inspect_file
-    from bitgraft.store import Store
     from bitgraft.workflows.compress_task import Job, run
 
-    changes = {"steps": steps, "batch": batch, "seed": seed, "size": size, "resize": resize}
-    given = {name: value for name, value in changes.items() if value is not None}
-    try:
-        config = (CALIBRATION if calibrate else ON_DRAWINGS).changed(**given, rates=rates)
-    except TrainingError as error:
-        raise typer.BadParameter(str(error)) from error
     job = Job(
         finetuned,
         task,
@@ -80,7 +74,7 @@ def compress(
         data=calibrate or evaluate,
         distil_on="data" if calibrate else None if no_distil else "drawings",
         bits=bits,
-        config=config,
+        config=opt.changed(CALIBRATION if calibrate else ON_DRAWINGS, context.params),
         options=options,
         workers=workers,
         overwrite=overwrite,

@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from typer import Option
 
+from bitgraft.backbone.files import write_atomically
 from bitgraft.cli.app import command, setting
 from bitgraft.cli.options import STORE, AllTasks, AsJson, Overwrite, StoreFolder, TaskNames, chosen_tasks, network_with
 from bitgraft.cli.output import megabytes, show
+from bitgraft.errors import StoreError
+from bitgraft.store import Store
 
 if TYPE_CHECKING:
     from bitgraft.network import Network
@@ -35,10 +38,6 @@ def export(
     The file is as large as the whole network and runs without bitgraft. torch.export and ONNX files are loaded and
     compared with the task before they are written. One ONNX file can hold several tasks; the task's number is an input.
     """
-    from bitgraft.backbone.files import write_atomically
-    from bitgraft.errors import StoreError
-    from bitgraft.store import Store
-
     names = chosen_tasks(store, task, all_tasks)
     for name in names:
         Store(store).file(name)  # `original` has no file

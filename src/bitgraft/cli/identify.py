@@ -8,6 +8,7 @@ from bitgraft.cli import options as opt
 from bitgraft.cli.app import command, count
 from bitgraft.cli.images import UNKNOWN, identified
 from bitgraft.cli.output import megabytes, percent, show, show_images
+from bitgraft.store import Store
 
 
 @command("""
@@ -51,7 +52,6 @@ def describe(
     files. Nothing else in the file changes.
     """
     from bitgraft.data.splits import open_data
-    from bitgraft.store import Store
     from bitgraft.workflows.describe_task import describe as describe_task
 
     opened, splits = Store(store), open_data(data, seed=seed)

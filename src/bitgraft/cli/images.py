@@ -1,31 +1,33 @@
 """Image files on the command line, and the tasks they belong to."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from bitgraft.cli.options import network_with
-
-if TYPE_CHECKING:
-    from bitgraft.network import Network
+from bitgraft.errors import DataError
+from bitgraft.store import Store
 
 UNKNOWN = "unknown"
-BATCH = 16
+BATCH = 16  # images to identify at once
+READERS = 2  # threads that decode images
+T = TypeVar("T")
 
 
 def identified(
     images: Sequence[str], store: str, device: str, *, classes: int, tasks: int
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the likeliest tasks and classes of each image, and why the other images have none."""
-    from bitgraft.store import Store
-    from bitgraft.workflows.identification import find
+    from bitgraft.workflows.identification import find, prepare
 
     files, errors = image_files(images)
     net, found = network_with(store, Store(store).names(), device), dict[str, Any]()
     if left_out := [name for name, task in net.tasks.items() if task.description is None]:
         print(f"note: left out, without a description: {', '.join(left_out)}", file=sys.stderr)
-    for batch in _prepared(net, files, errors):
+    for batch in read(files, partial(prepare, net), BATCH, errors):
         found |= zip(batch, find(net, list(batch.values()), top=classes, tasks=tasks), strict=True)
     return found, errors
 
@@ -44,16 +46,31 @@ def image_files(given: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return list(dict.fromkeys(files)), errors
 
 
-def _prepared(net: "Network", files: Sequence[str], errors: dict[str, str]) -> Iterator[dict[str, Any]]:
-    from bitgraft.errors import DataError
-    from bitgraft.workflows.identification import prepare
+def read(
+    files: Sequence[str], prepare: Callable[[Path], T], size: int, errors: dict[str, str]
+) -> Iterator[dict[str, T]]:
+    """Yield the prepared images in batches, by path. Unreadable ones are added to `errors`."""
 
-    for start in range(0, len(files), BATCH):
-        batch = {}
-        for path in files[start : start + BATCH]:
-            try:
-                batch[path] = prepare(net, Path(path))
-            except DataError as error:
-                errors[path] = str(error)
-        if batch:
-            yield batch
+    def one(path: str) -> T | DataError:
+        try:
+            return prepare(Path(path))
+        except DataError as error:
+            return error
+
+    def batch(start: int) -> dict[str, T | DataError]:
+        return {path: one(path) for path in files[start : start + size]}
+
+    for found in ahead(batch, range(0, len(files), size)):
+        errors |= {path: str(image) for path, image in found.items() if isinstance(image, DataError)}
+        if good := {path: image for path, image in found.items() if not isinstance(image, DataError)}:
+            yield good
+
+
+def ahead(load: Callable[[int], T], starts: Sequence[int]) -> Iterator[T]:
+    """Yield `load(start)` for each start, in order; threads load the next ones meanwhile."""
+    with ThreadPoolExecutor(READERS) as readers:
+        loading = [readers.submit(load, start) for start in starts[:READERS]]
+        for later in [*starts[READERS:], *[None] * len(loading)]:
+            yield loading.pop(0).result()
+            if later is not None:
+                loading.append(readers.submit(load, later))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -9,10 +10,14 @@ import typer
 from typer import Argument, Option
 
 from bitgraft.cli.app import count, setting
+from bitgraft.errors import TaskError, TrainingError
+from bitgraft.methods import registry
+from bitgraft.methods.preset_options import preset_options
+from bitgraft.store import SUFFIX, Backbone, Store
+from bitgraft.training.config import ROLES, Config
 
 if TYPE_CHECKING:
     from bitgraft.network import Network
-    from bitgraft.store import Backbone
 
 STORE = "bitgraft-store"
 EngineName = Literal["auto", "torch", "onnxruntime"]
@@ -21,7 +26,7 @@ EngineName = Literal["auto", "torch", "onnxruntime"]
 def complete_tasks(context: typer.Context, incomplete: str) -> list[str]:
     """Return task names for shell completion, without opening a file."""
     folder = Path(context.params.get("store") or STORE)
-    return sorted(p.stem for p in folder.glob("[!.]*.safetensors") if p.stem.startswith(incomplete))
+    return sorted(p.stem for p in folder.glob(f"[!.]*{SUFFIX}") if p.stem.startswith(incomplete))
 
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
@@ -51,10 +56,8 @@ Root = Annotated[Path, setting("DIR", "The folder of the data sets.")]
 
 def requested_backbone(
     store: str, name: str | None, weights: str | None, pretrained: bool, remedy: str
-) -> "Backbone | None":
+) -> Backbone | None:
     """Return the backbone that the options name, or None for the store's own; an error ends with `remedy`."""
-    from bitgraft.store import Backbone, Store
-
     if name is not None:
         return Backbone(name, weights, pretrained)
     if not Store.exists(store):
@@ -64,8 +67,6 @@ def requested_backbone(
 
 def chosen_tasks(store: str, named: Sequence[str] | None, all_tasks: bool) -> list[str]:
     """Return the tasks given by --task or --all-tasks; a store's only task need not be named."""
-    from bitgraft.store import Store
-
     known = Store(store).names()
     if all_tasks and named:
         raise typer.BadParameter("give either --task or --all-tasks, not both")
@@ -80,8 +81,6 @@ def chosen_tasks(store: str, named: Sequence[str] | None, all_tasks: bool) -> li
 
 def network_with(store: str, names: Sequence[str], device: str = "cpu") -> "Network":
     """Return the store's network with these tasks, in evaluation mode, on a device."""
-    from bitgraft.store import Store
-
     opened = Store(store)
     net = opened.network().eval()
     try:
@@ -95,22 +94,26 @@ def network_with(store: str, names: Sequence[str], device: str = "cpu") -> "Netw
     return net
 
 
-def by_role(given: Sequence[str] | None, option: str) -> dict[str, float]:
-    """Parse ROLE=VALUE pairs; a value alone applies to every role."""
-    from bitgraft.training.config import ROLES
+def changed(config: Config, given: Mapping[str, Any], from_file: Mapping[str, Any] | None = None) -> Config:
+    """Change settings by a file and then by the options of a command, which have the settings' names."""
+    changes = {f.name: given[f.name] for f in fields(Config) if given.get(f.name) is not None}
+    changes["rates"] = _by_role(given["rate"], "--rate")
+    changes["weight_decay"] = _by_role(given.get("weight_decay"), "--weight-decay")
+    try:
+        return config.changed(**(from_file or {})).changed(**changes)
+    except (TrainingError, TypeError) as error:
+        raise typer.BadParameter(str(error)) from error
 
+
+def _by_role(given: Sequence[str] | None, option: str) -> dict[str, float]:
+    """Parse ROLE=VALUE pairs; a value alone applies to every role."""
     values: dict[str, float] = {}
     for text in given or ():
         role, _, value = text.rpartition("=")
         try:
-            number = float(value)
+            values |= {role: float(value)} if role else dict.fromkeys(ROLES, float(value))
         except ValueError:
             raise typer.BadParameter(f"{option} {text}: give ROLE=NUMBER, as in {option} k=3e-3") from None
-        if not 0 <= number < float("inf"):
-            raise typer.BadParameter(f"{option} {text}: the number must be finite and not negative")
-        if role and role not in ROLES:
-            raise typer.BadParameter(f"{option} {text}: there is no role {role!r}; roles are {', '.join(ROLES)}")
-        values |= {role: number} if role else dict.fromkeys(ROLES, number)
     return values
 
 
@@ -118,17 +121,13 @@ def method_options(
     method: str, given: Sequence[str] | None, preset: str | None = None, from_file: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return the preset's options, updated by a file's and then by NAME=VALUE pairs, checked by the method."""
-    from bitgraft.errors import TaskError
-    from bitgraft.methods import registry
-    from bitgraft.methods.preset_options import OPTIONS, preset_options
-
-    options = preset_options(preset if preset in OPTIONS else None, method) | dict(from_file or {})
-    for text in given or ():
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise typer.BadParameter(f"--option {text}: give NAME=VALUE, as in --option k1=0")
-        options[name] = _value(value)
     try:
+        options = preset_options(preset, method) | dict(from_file or {})
+        for text in given or ():
+            name, equals, value = text.partition("=")
+            if not equals:
+                raise typer.BadParameter(f"--option {text}: give NAME=VALUE, as in --option k1=0")
+            options[name] = _value(value)
         registry.get(method).with_options(options)
     except (TaskError, TypeError) as error:
         where = " (check [options] in the --config file)" if from_file and not given else ""

@@ -12,6 +12,7 @@ from bitgraft.cli.app import app, command, count, flag, setting
 from bitgraft.cli.options import AsJson, Pretrained, Root, Suite, Weights, Workers
 from bitgraft.cli.output import FAILURE, console, show, table
 from bitgraft.errors import SuiteError, TrainingError
+from bitgraft.training.config import Config
 
 BASELINE = "The baseline of the score S [the suite's row, or the challenge's]."
 SUBMISSION = "Write the test predictions of one row in the challenge's format."
@@ -131,8 +132,6 @@ def _words(text: str | None) -> list[str]:
 
 
 def _seeds(text: str | None) -> list[int]:
-    from bitgraft.training.config import Config
-
     try:
         return [Config(seed=int(word)).seed for word in _words(text)]
     except TrainingError as error:
@@ -232,12 +231,12 @@ def check(suite: Suite, root: Root = Path(), as_json: AsJson = False) -> None:
     For a data set that is missing or different, prints the fault, its source and the files that are read; the exit code
     is then 1.
     """
+    from bitgraft.paper.bench import reading
     from bitgraft.paper.bench.check import layout, problems, unchecked
-    from bitgraft.paper.bench.reading import load_suite
 
     report, lines = {}, []
     try:
-        held = load_suite(suite)
+        held = reading.load_suite(suite)
     except SuiteError as error:
         raise typer.BadParameter(str(error)) from error
     for dataset in held.datasets:

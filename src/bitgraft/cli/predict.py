@@ -2,30 +2,26 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option
 
 from bitgraft.cli import options as opt
 from bitgraft.cli.app import command, count, flag
-from bitgraft.cli.images import UNKNOWN, identified, image_files
+from bitgraft.cli.images import UNKNOWN, ahead, identified, image_files, read
 from bitgraft.cli.output import percent, show, show_images, table
+from bitgraft.store import Store
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from bitgraft.data.images import Images
-    from bitgraft.data.preprocessing import Preprocessing
     from bitgraft.network import Network
-    from bitgraft.store import Store
 
-Batch = TypeVar("Batch")
 BATCH = 8  # images; larger batches are no faster on a CPU
-READERS = 2  # threads that decode images
 COLUMNS = ["image", "task", "class", "probability>"]
 ROUTE = 3  # tasks to list for an image whose task is not given
 
@@ -50,8 +46,6 @@ def predict(
     Without --task, in a store of several tasks, each image is classified by the task it belongs to. `--task original`
     is the backbone's own task. Unreadable files are reported, and the exit code is then 1.
     """
-    from bitgraft.store import Store
-
     opened = Store(store)
     if not task and not all_tasks and len(opened.names()) > 1:
         found, errors = identified(images, store, device, classes=top, tasks=ROUTE)
@@ -59,98 +53,42 @@ def predict(
         rows = _rows({path: {one["task"] or UNKNOWN: one["answers"] or [None]} for path, one in found.items()})
         show_images(as_json, data, errors, COLUMNS, rows)
         return
-    names = opt.chosen_tasks(store, task, all_tasks)
+    import torch
+
+    from bitgraft.data.preprocessing import evaluation_tensor
+    from bitgraft.workflows.prediction import best, class_names, preprocessing_of, probabilities
+
+    names, threads = opt.chosen_tasks(store, task, all_tasks), torch.get_num_threads()
     files, errors = image_files(images)
     net, answers = opt.network_with(store, names, device), {path: dict[str, Any]() for path in files}
     for name in names:
+        classes = class_names(net, name, opened.backbone)
+        prepare = partial(evaluation_tensor, preprocessing=preprocessing_of(net, name))
         readable = [path for path in files if path not in errors]
-        for path, best in _run(net, name, _classes(net, name, opened), readable, top, engine, errors):
-            answers[path][name] = best
+        scores = _scores(net, name, engine, len(readable), threads)
+        for batch in read(readable, prepare, BATCH, errors):
+            for path, row in zip(batch, probabilities(net, scores(torch.stack(list(batch.values())))), strict=True):
+                answers[path][name] = best(row, classes, top)
     answers = {path: by_task for path, by_task in answers.items() if path not in errors}
     data = [{"image": path, "tasks": by_task} for path, by_task in answers.items()]
     show_images(as_json, data, errors, COLUMNS, _rows(answers))
 
 
-def _classes(net: "Network", name: str, store: "Store") -> "Sequence[str] | None":
-    """Return a task's class names; the backbone's own are ImageNet's, if it was trained on that."""
-    if name != net.original:
-        return net.tasks[name].classes
-    from bitgraft.serving.class_names import imagenet_names
-
-    return imagenet_names(net.backbone, store.backbone)
-
-
-def _run(
-    net: "Network",
-    name: str,
-    classes: Sequence[str] | None,
-    files: Sequence[str],
-    top: int,
-    engine: opt.EngineName,
-    errors: dict[str, str],
-) -> Iterator[Any]:
-    """Yield each readable file with its likeliest classes; add the others to `errors`."""
-    import torch
-
-    from bitgraft.workflows.prediction import best, preprocessing_of, probabilities
-
-    scores = _scores(net, name, engine, len(files))
-    for read in _read(files, preprocessing_of(net, name), errors):
-        for path, row in zip(read, probabilities(net, scores(torch.stack(list(read.values())))), strict=True):
-            yield path, best(row, classes, top)
-
-
-def _scores(net: "Network", name: str, engine: opt.EngineName, images: int) -> "Callable[[Tensor], Tensor]":
-    """Return the function that computes the task's scores."""
+def _scores(
+    net: "Network", name: str, engine: opt.EngineName, images: int, threads: int | None = None
+) -> "Callable[[Tensor], Tensor]":
+    """Return the function that computes the task's scores, in torch's number of threads by default."""
     import torch
 
     from bitgraft.runtime.engines import Session
     from bitgraft.workflows.prediction import choose_engine
 
-    scores, reason = choose_engine(net, name, engine, images, _threads())
+    scores, reason = choose_engine(net, name, engine, images, threads)
     if isinstance(scores, Session):
         torch.set_num_threads(1)  # idle torch threads would compete with the session's own
     if reason:
         print(f"note: {name} runs on PyTorch: {reason}", file=sys.stderr)
     return scores
-
-
-@cache
-def _threads() -> int:
-    """Return torch's number of threads at the first call, before `_scores` changes it."""
-    import torch
-
-    return torch.get_num_threads()
-
-
-def _read(files: Sequence[str], wanted: "Preprocessing", errors: dict[str, str]) -> "Iterator[dict[str, Tensor]]":
-    """Yield batches of preprocessed images; the next batch is decoded while one is in use."""
-    from bitgraft.data.preprocessing import evaluation_tensor
-    from bitgraft.errors import DataError
-
-    def tensor(path: str) -> "Tensor | DataError":
-        try:
-            return evaluation_tensor(Path(path), wanted)
-        except DataError as error:
-            return error
-
-    def batch(start: int) -> "list[tuple[str, Tensor | DataError]]":
-        return [(path, tensor(path)) for path in files[start : start + BATCH]]
-
-    for read in _ahead(batch, range(0, len(files), BATCH)):
-        errors |= {path: str(error) for path, error in read if isinstance(error, DataError)}
-        if good := {path: pixels for path, pixels in read if not isinstance(pixels, DataError)}:
-            yield good
-
-
-def _ahead(load: Callable[[int], Batch], starts: Sequence[int]) -> Iterator[Batch]:
-    """Yield `load(start)` for each start, in order; threads load the next ones meanwhile."""
-    with ThreadPoolExecutor(READERS) as readers:
-        loading = [readers.submit(load, start) for start in starts[:READERS]]
-        for later in [*starts[READERS:], *[None] * len(loading)]:
-            yield loading.pop(0).result()
-            if later is not None:
-                loading.append(readers.submit(load, later))
 
 
 def _rows(answers: dict[str, dict[str, Any]]) -> list[tuple[str, str, str, str]]:
@@ -190,50 +128,41 @@ def evaluate(
     used.
     """
     from bitgraft.data.splits import open_to_evaluate
-    from bitgraft.store import Store
     from bitgraft.training.inputs import labelled
+    from bitgraft.workflows.identification import evaluate_union
 
-    classes = Store(store).archive(task).metadata.classes or ()
+    classes = Store(store).summary(task).metadata.classes or ()
     opened = open_to_evaluate(data, split, seed=seed)
     images = labelled(opened, split, classes, f"task {task!r}", "--split {}")
+    net = opt.network_with(store, Store(store).names() if union else [task], device)
+    about = {"data": data, "task": task, "images": len(images)}
     if union:
-        _evaluate_union(store, task, images, batch, device, workers, data, as_json)
+        found = evaluate_union(net, task, images, batch=batch, workers=workers)
+        said = (
+            f"{task} on {data}, {len(images):,} images, among {len(net.classes()):,} classes of {found['tasks']} "
+            f"tasks: accuracy {percent(found['accuracy'])}, with the task given {percent(found['told_accuracy'])}; "
+            f"task right {percent(found['task_accuracy'])}; unknown {percent(found['unknown'])}"
+        )
+        show(as_json, about | found, said)
         return
-    net, total = opt.network_with(store, [task], device), Counter(images.labels)
-    right = _right(net, task, images, batch, workers, _scores(net, task, engine, len(images)))
+    scores = _scores(net, task, engine, len(images))
+    right, total = _right(net, task, images, batch, workers, scores), Counter(images.labels)
     rows: list[dict[str, Any]] = [
         {"class": classes[label], "images": count, "correct": right[label], "accuracy": right[label] / count}
         for label, count in sorted(total.items())
     ]
-    correct, count, accuracy = right.total(), total.total(), right.total() / total.total()
-    report = {"data": data, "split": split, "task": task, "images": count, "correct": correct, "accuracy": accuracy}
+    correct, accuracy = right.total(), right.total() / len(images)
     kind = "" if opened.train is opened.test else f"{split} "  # a folder without train/
-    said = f"{task} on {data}: {percent(accuracy)} ({correct:,} of {count:,} {kind}images are right)"
+    said = f"{task} on {data}: {percent(accuracy)} ({correct:,} of {len(images):,} {kind}images are right)"
     if not kind and not (Path(data) / "test").is_dir():
         remark = "all images of the folder were used: if the task was trained on them, this is not its test accuracy"
         print(f"note: {remark}", file=sys.stderr)
+    report: dict[str, Any] = {**about, "split": split, "correct": correct, "accuracy": accuracy}
     if not by_class:
         show(as_json, report, said)
         return
     cells = [(row["class"], row["images"], row["correct"], percent(row["accuracy"])) for row in rows]
     show(as_json, report | {"by_class": rows}, said, table(["class", "images>", "right>", "accuracy>"], cells))
-
-
-def _evaluate_union(
-    store: str, task: str, images: "Images", batch: int, device: str, workers: int, data: str, as_json: bool
-) -> None:
-    """Print the accuracy when the task of an image is not given."""
-    from bitgraft.store import Store
-    from bitgraft.workflows.identification import evaluate_union
-
-    net = opt.network_with(store, Store(store).names(), device)
-    found = evaluate_union(net, task, images, batch=batch, workers=workers)
-    said = (
-        f"{task} on {data}, {len(images):,} images, among {len(net.classes()):,} classes of {found['tasks']} tasks: "
-        f"accuracy {percent(found['accuracy'])}, with the task given {percent(found['told_accuracy'])}; "
-        f"task right {percent(found['task_accuracy'])}; unknown {percent(found['unknown'])}"
-    )
-    show(as_json, {"data": data, "task": task, "images": len(images), **found}, said)
 
 
 def _right(
@@ -252,7 +181,7 @@ def _right(
         if isinstance(scores, Session):
             batch = min(batch, BATCH)
         indices = range(len(data))
-        read = _ahead(lambda at: default_collate(data.__getitems__(indices[at : at + batch])), indices[::batch])
+        read = ahead(lambda at: default_collate(data.__getitems__(indices[at : at + batch])), indices[::batch])
         for pixels, labels in DataLoader(data, batch_size=batch, num_workers=workers) if workers else read:
             right.update(labels[scores(pixels).argmax(1) == labels].tolist())
     return right

@@ -8,6 +8,7 @@ from typer import Option
 
 from bitgraft.cli.app import command, count, flag, number, setting
 from bitgraft.cli.options import STORE, Device, Engine, StoreFolder
+from bitgraft.errors import ServingError, how_to_install
 
 LogFormat = Literal["text", "json"]
 
@@ -50,8 +51,6 @@ def serve(
 
     Changes to the store's task files take effect without a restart.
     """
-    from bitgraft.errors import ServingError, how_to_install
-
     extra = "ray" if ray else "serve"
     try:
         from bitgraft.serving.access import read_keys

@@ -8,6 +8,8 @@ from typer import Argument, Option
 from bitgraft.cli.app import command, flag, setting
 from bitgraft.cli.options import STORE, AsJson, Overwrite, StoreFolder, TaskName, Weights
 from bitgraft.cli.output import megabytes, show
+from bitgraft.errors import WrongBackboneError
+from bitgraft.store import Backbone, Store
 
 
 @command("""
@@ -27,7 +29,6 @@ def push(
     Log in with `hf auth login` or HF_TOKEN. Without --license, the card names no license.
     """
     from bitgraft.sharing.pushing import push as send
-    from bitgraft.store import Store
 
     address = send(Store(store), task, repo, licence=licence, private=private, card=not no_card)
     show(as_json, {"task": task, "repository": repo, "commit": address}, f"uploaded {task} to {repo}: {address}")
@@ -56,10 +57,8 @@ def pull(
     The file must be intact (checksum), of a known format version, and made for the store's backbone (fingerprint).
     Otherwise the store does not change.
     """
-    from bitgraft.errors import WrongBackboneError
     from bitgraft.network import Network
     from bitgraft.sharing.pulling import fetch, install
-    from bitgraft.store import Backbone, Store
 
     new = backbone is not None and not Store.exists(store)
     if not new and (weights or no_pretrained):

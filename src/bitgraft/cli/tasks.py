@@ -1,7 +1,7 @@
 """`bitgraft tasks` and `inspect`: show the contents of a store and of task files."""
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer import Argument
@@ -9,9 +9,9 @@ from typer import Argument
 from bitgraft.cli.app import command, flag, setting
 from bitgraft.cli.options import STORE, AsJson, StoreFolder
 from bitgraft.cli.output import megabytes, percent, show, table
-
-if TYPE_CHECKING:
-    from bitgraft.format.summary import Summary
+from bitgraft.errors import BitgraftError, FigureError, WrongBackboneError
+from bitgraft.format.summary import Summary, read_summary
+from bitgraft.store import Store
 
 HEADS = {
     "classes": "a classifier that replaces the backbone's",
@@ -30,9 +30,6 @@ def tasks(store: StoreFolder = STORE, as_json: AsJson = False) -> None:
 
     A broken file is listed with the reason.
     """
-    from bitgraft.errors import BitgraftError, WrongBackboneError
-    from bitgraft.store import Store
-
     opened, rows = Store(store), []
     for name, size in opened.sizes():
         try:
@@ -106,18 +103,15 @@ def inspect(
     show(as_json, plain if len(plain) > 1 else plain[0], *parts)
 
 
-def _read(file: str, layers: bool) -> "Summary":
-    if layers:  # masks and k need torch
-        from bitgraft.format.inspect import inspect_file
+def _read(file: str, layers: bool) -> Summary:
+    if not layers:
+        return read_summary(file)
+    from bitgraft.format.inspect import inspect_file  # masks and k need torch
 
-        return inspect_file(file)
-    from bitgraft.format.summary import read_summary
-
-    return read_summary(file)
+    return inspect_file(file)
 
 
 def _draw(files: list[str], figure: str) -> None:
-    from bitgraft.errors import FigureError
     from bitgraft.format.inspect import inspect_file
     from bitgraft.paper.figures import check_path, parameter_analysis, save
 

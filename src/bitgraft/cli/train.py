@@ -5,9 +5,9 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -15,9 +15,9 @@ from typer import Argument, Option
 from bitgraft.cli import options as opt
 from bitgraft.cli.app import command, count, flag, number, setting
 from bitgraft.cli.output import show
-
-if TYPE_CHECKING:
-    from bitgraft.training.config import Config
+from bitgraft.methods import registry
+from bitgraft.store import Store
+from bitgraft.training import presets
 
 DATA = "A folder with train/ val/ test/ or one subfolder per class; DEVKIT:DOMAIN; torchvision:NAME; package:NAME."
 BACKBONE = "A timm model, wrn-DEPTH-WIDTH, or package.module:function; only for a new store."
@@ -97,7 +97,7 @@ def train(
     preset, method = (_chosen(context, from_file, name) for name in ("preset", "method"))
     given = [*(option or ()), *([f"bits={bits}"] if bits is not None else ())]
     options = opt.method_options(method, given, preset, from_file.pop("options", {}))
-    config = _config({**context.params, "preset": preset, "method": method}, from_file)
+    config = opt.changed(presets.preset(preset, method), context.params, from_file)
     if show_config:
         values = {"preset": preset, "method": method, **asdict(config), "options": options}
         show(as_json, values, _toml(values))
@@ -149,25 +149,7 @@ def _chosen(context: typer.Context, from_file: dict[str, Any], name: str) -> str
     return str(value)
 
 
-def _config(given: Mapping[str, Any], from_file: Mapping[str, Any]) -> "Config":
-    """Return the method's preset, changed by the file and then by the options, which have the settings' names."""
-    from bitgraft.errors import TrainingError
-    from bitgraft.training.config import Config
-    from bitgraft.training.presets import preset
-
-    changes = {f.name: given[f.name] for f in fields(Config) if given.get(f.name) is not None}
-    changes["rates"] = opt.by_role(given["rate"], "--rate")
-    changes["weight_decay"] = opt.by_role(given["weight_decay"], "--weight-decay")
-    try:
-        return preset(given["preset"], given["method"]).changed(**from_file).changed(**changes)
-    except (TrainingError, TypeError) as error:
-        raise typer.BadParameter(str(error)) from error
-
-
 def _check(store: str, method: str, data: list[str], task: list[str], earlier: list[str]) -> None:
-    from bitgraft.methods import registry
-    from bitgraft.store import Store
-
     def methods_with(feature: str) -> str:
         return ", ".join(name for name in registry.method_names() if getattr(registry.get(name), feature))
 

@@ -20,11 +20,7 @@ class Fingerprint:
 
     def value(self) -> str:
         """Return the fingerprint of the current weights."""
-        value = self._current()
-        if value is None:
-            self.forget()
-            self._keep(value := self._anatomy.fingerprint())
-        return value
+        return self._current() or self._keep(self._anatomy.fingerprint())
 
     def forget(self) -> None:
         self._cached, self._rounded = None, False
@@ -36,16 +32,16 @@ class Fingerprint:
         yield
         self.forget()
         if value is not None and not self._is_meta():
-            self._keep(value)
-            self._rounded = True
+            self._keep(value, rounded=True)
 
     def _current(self) -> str | None:
         if self._cached is None or not self._cached[1].matches(self._tensors()):
             return None
         return self._cached[0]
 
-    def _keep(self, value: str) -> None:
-        self._cached = value, Snapshot(self._tensors(), probe=True)
+    def _keep(self, value: str, *, rounded: bool = False) -> str:
+        self._cached, self._rounded = (value, Snapshot(self._tensors(), probe=True)), rounded
+        return value
 
     def _tensors(self) -> list[Tensor]:
         return [self._anatomy.tensor(name) for name in self._anatomy.fingerprinted]
@@ -59,4 +55,4 @@ class Fingerprint:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._anatomy, self._cached, self._rounded = state["_anatomy"], None, state["_rounded"]
         if state["_known"] is not None:
-            self._keep(state["_known"])  # with a snapshot of the copied tensors
+            self._keep(state["_known"], rounded=self._rounded)  # with a snapshot of the copied tensors

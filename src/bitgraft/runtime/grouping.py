@@ -1,46 +1,26 @@
-"""Mixed batches: group the rows by task, and put the outputs back in order."""
+"""Mixed batches: which rows belong to which task."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from bitgraft.errors import TaskError
 
 
-class Group(NamedTuple):
-    """One task's rows of a batch."""
-
-    rows: list[int]
-    inputs: list[Any]
-    named: dict[str, Any]
-
-
-def by_task(tasks: Sequence[str], inputs: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Group]:
-    """Group the inputs by task. Those without one row per image are passed to every group."""
+def rows_by_task(tasks: Sequence[str], inputs: Sequence[Any], named: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return each task's rows of a batch, after checking that there is one name per image."""
     batch = next((value for value in (*inputs, *named.values()) if isinstance(value, Tensor)), None)
     if batch is None:
         raise TaskError("a list of task names needs a tensor with one row per name among the inputs")
     if len(batch) != len(tasks):
         raise TaskError(f"got {len(batch)} images and {len(tasks)} task names: pass one name per image")
-
-    def select(value: Any, rows: list[int]) -> Any:
-        return value[rows] if isinstance(value, Tensor) and value.dim() and len(value) == len(tasks) else value
-
-    groups = {}
-    for name in dict.fromkeys(tasks):
-        rows = [i for i, task in enumerate(tasks) if task == name]
-        selected = {key: select(value, rows) for key, value in named.items()}
-        groups[name] = Group(rows, [select(value, rows) for value in inputs], selected)
-    return groups
+    return {name: [i for i, task in enumerate(tasks) if task == name] for name in dict.fromkeys(tasks)}
 
 
-def in_order(groups: Iterable[Group], outputs: Iterable[Tensor]) -> list[Tensor]:
-    """Return one output per image, in the order of the batch."""
-    by_row: dict[int, Tensor] = {}
-    for group, output in zip(groups, outputs, strict=True):
-        by_row.update(zip(group.rows, output, strict=True))
-    return [by_row[row] for row in range(len(by_row))]
+def select(value: Any, rows: list[int], images: int) -> Any:
+    """Return these rows of a tensor with one row per image, and any other value as it is."""
+    return value[rows] if isinstance(value, Tensor) and value.dim() and len(value) == images else value
 
 
 def names_tasks(value: Any) -> bool:

@@ -171,7 +171,13 @@ class Headed(nn.Module):
 
     def ordinary(self, dtype: torch.dtype) -> nn.Module:
         """Return this head without bitgraft classes, for a backbone of this dtype."""
-        return self.layer if self._own_dtype in (None, dtype) else as_graph(_Rounding(self.layer, self._own_dtype))
+        if self._own_dtype in (None, dtype):
+            return self.layer
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        output = graph.call_module("layer", (graph.call_method("to", (x, self._own_dtype)),))
+        graph.output(graph.call_method("to", (output, graph.call_function(getattr, (x, "dtype")))))
+        return fx.GraphModule({"layer": self.layer}, graph)
 
 
 def _is_float(value: Any) -> bool:
@@ -180,25 +186,3 @@ def _is_float(value: Any) -> bool:
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
     return tree_map(lambda value: value.to(dtype) if _is_float(value) else value, values)
-
-
-class _Rounding(nn.Module):
-    """`Headed` for one tensor, in a form that can be traced."""
-
-    def __init__(self, layer: nn.Module, dtype: torch.dtype | None) -> None:
-        super().__init__()
-        self.layer, self.dtype = layer, dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layer(x.to(self.dtype))
-        return output.to(x.dtype)
-
-
-def as_graph(module: nn.Module) -> nn.Module:
-    """Return a wrapper of `layer` as a GraphModule, which can be unpickled without bitgraft."""
-
-    class Tracer(fx.Tracer):
-        def is_leaf_module(self, inner: nn.Module, path: str) -> bool:
-            return inner is module.layer or super().is_leaf_module(inner, path)
-
-    return fx.GraphModule(module, Tracer().trace(module), class_name=type(module).__name__.lstrip("_"))

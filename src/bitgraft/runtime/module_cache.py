@@ -87,17 +87,21 @@ class ModuleCache:
 
 
 class SpareModules:
-    """One spare module per batch in flight. They keep their memory until a task enters the cache."""
+    """Modules that run tasks in turn, each task in the memory of the one before. Every batch in flight has its own.
+
+    They keep their memory until a task enters the cache.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: list[SpareModule] = []
+        self._idle: list[TaskModule] = []
 
     @contextmanager
-    def lend(self) -> Iterator["SpareModule"]:
-        """Lend a spare module for one batch."""
+    def lend(self, task: Task) -> Iterator[TaskModule]:
+        """Lend a module for one batch. If all are in use, make one, first of all for this task."""
         with self._lock:
-            spare = self._idle.pop() if self._idle else SpareModule()
+            spare = self._idle.pop() if self._idle else None
+        spare = spare or TaskModule(task)
         try:
             yield spare
         finally:
@@ -108,24 +112,7 @@ class SpareModules:
         """Free the memory of the modules that no batch is using."""
         with self._lock:
             for spare in self._idle:
-                spare.free()
-
-
-class SpareModule:
-    """One module tree that runs tasks in turn, each in the memory of the one before."""
-
-    def __init__(self) -> None:
-        self._module: TaskModule | None = None
-
-    def free(self) -> None:
-        if self._module is not None:
-            self._module.free_weights()
-
-    def switch_to(self, task: Task) -> TaskModule:
-        if self._module is None:
-            self._module = TaskModule(task)
-        self._module.switch_to(task)
-        return self._module
+                spare.free_weights()
 
 
 def differs_in_tensors_only(task: Task) -> bool:

@@ -37,17 +37,20 @@ def arrange(model: Any, shapes: Mapping[str, torch.Size]) -> tuple[Any, list[Pla
 
     Return None if onnxruntime computes new constants from the weights, or uses a layout that we do not know.
     """
-    numbered = _numbered(shapes)
+    onnx, numbered = need("onnx"), _numbered(shapes)
     optimised, weight_of = _optimised(model, numbered), {float(t.max()): name for name, t in numbered.items()}
     places = []
-    for name, found in _constants(optimised).items():
+    for constant in optimised.graph.initializer:
+        if constant.data_type != onnx.TensorProto.FLOAT:
+            continue
+        found = torch.from_numpy(onnx.numpy_helper.to_array(constant).copy())
         if (largest := float(found.max())) < FIRST:
             continue  # not a weight
         weight = weight_of.get(largest, "")
         layout = _layout(numbered[weight], found) if weight else None
         if layout is None:
             return None
-        places.append(Place(name, weight, layout))
+        places.append(Place(constant.name, weight, layout))
     return _with_inputs(optimised, [place.input for place in places]), places
 
 
@@ -94,18 +97,8 @@ def _with_inputs(model: Any, names: list[str]) -> Any:
     return model
 
 
-def _constants(model: Any) -> dict[str, Tensor]:
-    onnx = need("onnx")
-    floats = [constant for constant in model.graph.initializer if constant.data_type == onnx.TensorProto.FLOAT]
-    return {one.name: torch.from_numpy(onnx.numpy_helper.to_array(one).copy()) for one in floats}
-
-
 def _layout(numbered: Tensor, found: Tensor) -> Layout | None:
-    for layout in _layouts(numbered.ndim):
-        made = layout(numbered)
-        if made.shape == found.shape and torch.equal(made, found):
-            return layout
-    return None
+    return next((layout for layout in _layouts(numbered.ndim) if torch.equal(layout(numbered), found)), None)
 
 
 def _layouts(dimensions: int) -> Iterator[Layout]:
@@ -116,8 +109,8 @@ def _layouts(dimensions: int) -> Iterator[Layout]:
             yield partial(_padded, block=block)
             yield partial(_scales, block=block)
         if dimensions == 4:
-            yield partial(_blocks_of_outputs, block=block)
-            yield partial(_blocks, block=block)
+            yield partial(_blocks, outputs=block, inputs=1)
+            yield partial(_blocks, outputs=block, inputs=block)
     if dimensions == 2:
         yield lambda weight: weight.T.contiguous()
 
@@ -131,18 +124,10 @@ def _scales(factor: Tensor, block: int) -> Tensor:
     return pad(factor, (0, -len(factor) % block), value=1.0).view(-1, 1, 1, 1)
 
 
-def _blocks_of_outputs(weight: Tensor, block: int) -> Tensor:
-    """(O, I, H, W) in the order (O / block, I, H, W, block)."""
-    if more := -len(weight) % block:
-        weight = pad(weight, (0, 0, 0, 0, 0, 0, 0, more))
-    blocks = weight.reshape(-1, block, *weight.shape[1:])
-    return blocks.movedim(1, -1).reshape(weight.shape)
-
-
-def _blocks(weight: Tensor, block: int) -> Tensor:
-    """(O, I, H, W) in the order (O / block, I / block, H, W, block of I, block of O)."""
-    outputs, inputs = -len(weight) % block, -weight.shape[1] % block
-    if outputs or inputs:
-        weight = pad(weight, (0, 0, 0, 0, 0, inputs, 0, outputs))
-    blocks = weight.reshape(-1, block, weight.shape[1] // block, block, *weight.shape[2:])
+def _blocks(weight: Tensor, outputs: int, inputs: int) -> Tensor:
+    """(O, I, H, W) in the order (O / outputs, I / inputs, H, W, block of I, block of O)."""
+    o, i = -len(weight) % outputs, -weight.shape[1] % inputs
+    if o or i:
+        weight = pad(weight, (0, 0, 0, 0, 0, i, 0, o))
+    blocks = weight.reshape(-1, outputs, weight.shape[1] // inputs, inputs, *weight.shape[2:])
     return blocks.permute(0, 2, 4, 5, 3, 1).reshape(weight.shape)

@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from bitgraft.backbone.anatomy import Anatomy, tensor_dict
 from bitgraft.backbone.layers import is_norm
 from bitgraft.backbone.tracing import private_copy
 from bitgraft.runtime.eager import eager
-from bitgraft.runtime.heads import Headed, as_graph, place_head
+from bitgraft.runtime.heads import Headed, place_head
 from bitgraft.runtime.snapshot import Snapshot
 from bitgraft.task import Task
 
@@ -29,6 +29,7 @@ Slot = tuple[Any, str | int]
 class TaskModule:
     """One task in one module tree. Series adapters and a head on top of the features run as forward hooks."""
 
+    @eager
     def __init__(self, task: Task) -> None:
         self.task = task
         self._lock = threading.Lock()
@@ -57,7 +58,7 @@ class TaskModule:
         self.pinned = True
         return self
 
-    def switch_to(self, task: Task) -> None:
+    def switch_to(self, task: Task) -> "TaskModule":
         """Run another task that differs only in tensors. Its weights reuse the memory of the previous one's."""
         if _replaced(task) != _replaced(self.task):
             self._mode = ()  # share the backbone's tensors again
@@ -66,6 +67,7 @@ class TaskModule:
         with torch.inference_mode(False):
             for name in task.transforms.keys() - self._buffers.keys():
                 self._buffers[name] = torch.empty_like(task.anatomy.tensor(name), requires_grad=False)
+        return self
 
     def free_weights(self) -> None:
         """Free the computed weights until the next refresh."""
@@ -105,7 +107,7 @@ class TaskModule:
         with torch.inference_mode(False), torch.no_grad():
             self.refresh()
             for layer, tail in _tails(self.module, self.task):
-                _replace(self.module, layer, as_graph(_Tailed(layer, tail)))
+                _replace(self.module, layer, nn.Sequential(layer, fx.symbolic_trace(tail)))
             whole = self.module if self._top is None else nn.Sequential(self.module, self._top)
             for headed in [module for module in whole.modules() if isinstance(module, Headed)]:
                 _replace(whole, headed, headed.ordinary(self.task.anatomy.dtype))
@@ -198,15 +200,6 @@ def _slots_of(owner: nn.Module, attribute: str) -> Iterator[Slot]:
 def _tails(module: nn.Module, task: Task) -> list[tuple[nn.Module, nn.Module]]:
     paths = [(name.rpartition(".")[0], transform.tail) for name, transform in task.transforms.items()]
     return [(module.get_submodule(path), tail) for path, tail in paths if tail is not None]
-
-
-class _Tailed(nn.Module):
-    def __init__(self, layer: nn.Module, tail: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.tail = layer, tail
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.tail(self.layer(x))  # type: ignore[no-any-return]
 
 
 def _replace(tree: nn.Module, old: nn.Module, new: nn.Module) -> None:

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 
-from bitgraft.errors import UnsafeNameError
 from bitgraft.serving.access import is_authorized
 from bitgraft.serving.engine import Service
 from bitgraft.serving.examples import CANARY, CHANGED, REMOVED, example
@@ -55,10 +54,7 @@ def add_admin(app: FastAPI, service: Service, uploads: Uploads) -> None:
     @router.put("", openapi_extra=BODY, responses=example(CANARY))
     async def put(request: Request, task: str, canary: Canary = None) -> dict[str, Any]:
         """Add or replace a task, or send a share of its requests to a new version. The file is checked first."""
-        try:
-            check_name(task)
-        except UnsafeNameError as problem:
-            raise HttpError(400, str(problem)) from problem
+        check_name(task)
         part = versions.part()
         try:
             await _save(request, uploads, part, settings.max_task)

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
-from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from bitgraft import __version__
+from bitgraft.errors import UnknownTaskError, UnsafeNameError
 from bitgraft.serving.access import Access
 from bitgraft.serving.admin import add_admin
 from bitgraft.serving.engine import Service
@@ -23,6 +23,7 @@ from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.inference_protocol import add_inference_protocol
 from bitgraft.serving.uploads import Uploads
 
+STATUS: dict[type[Exception], int] = {UnsafeNameError: 400, UnknownTaskError: 404}
 Top = Annotated[int, Query(ge=1, le=1000, description="Number of classes per image.")]
 Tasks = Annotated[list[str], Query(description="Repeat for several tasks.")]
 FILE = {"type": "string", "format": "binary"}
@@ -36,54 +37,10 @@ BODY = {
 }
 
 
-class Answer(BaseModel):
-    """One class and its probability."""
-
-    class_: str = Field(alias="class")
-    probability: float
-
-
-class Prediction(BaseModel):
-    """One task's answers: a list per image, the most likely class first."""
-
-    task: str
-    version: str
-    milliseconds: float = Field(description="Time in the network, for the batches that the images ran in.")
-    answers: list[list[Answer]]
-
-
-class Predictions(BaseModel):
-    """The answers of several tasks to the same images."""
-
-    milliseconds: float
-    tasks: list[Prediction]
-
-
-class Guess(BaseModel):
-    """A task and the probability that the image belongs to it."""
-
-    task: str
-    score: float
-
-
-class Found(BaseModel):
-    """An image's task (null if unknown), the most likely tasks, and the answers of the first."""
-
-    task: str | None
-    route: list[Guess]
-    answers: list[Answer]
-
-
-class FoundPredictions(BaseModel):
-    """The identified task and its answers, per image."""
-
-    milliseconds: float
-    images: list[Found]
-
-
 def make_app(service: Service) -> FastAPI:
     app = FastAPI(title="bitgraft", version=__version__, docs_url=None, redoc_url=None)
-    for kind in (HttpError, HTTPException, RequestValidationError, Exception):
+    kinds: tuple[type[Exception], ...] = (HttpError, *STATUS, HTTPException, RequestValidationError, Exception)
+    for kind in kinds:
         app.add_exception_handler(kind, _error_response)
     app.add_middleware(Access, service=service)
     uploads = Uploads(service.settings)
@@ -97,29 +54,28 @@ def make_app(service: Service) -> FastAPI:
 
 
 def _add_predictions(app: FastAPI, service: Service, uploads: Uploads) -> None:
-    @app.post("/v1/predict/auto", response_model=FoundPredictions, openapi_extra=BODY, responses=example(FOUND))
-    async def find(request: Request, top: Top = 5) -> Any:
+    @app.post("/v1/predict/auto", openapi_extra=BODY, responses=example(FOUND))
+    async def find(request: Request, top: Top = 5) -> dict[str, Any]:
         """Identify each image's task from the tasks' descriptions and run it. Unknown images have a null task."""
         start = time.perf_counter()
-        async with uploads.read(request) as (images, _):
+        async with uploads.read(request, uploads.images) as (images, _):
             found = await service.identify(images, top)
         return {"milliseconds": _milliseconds_since(start), "images": found}
 
-    @app.post("/v1/predict/{task:path}", response_model=Prediction, openapi_extra=BODY, responses=example(PREDICTION))
-    async def predict(request: Request, task: str, top: Top = 5) -> Any:
-        """Run one task on one or more images."""
-        async with uploads.read(request) as (images, _):
+    @app.post("/v1/predict/{task:path}", openapi_extra=BODY, responses=example(PREDICTION))
+    async def predict(request: Request, task: str, top: Top = 5) -> dict[str, Any]:
+        """Run one task on one or more images. `milliseconds` is the time of their batches in the network."""
+        async with uploads.read(request, uploads.images) as (images, _):
             return (await service.predict([task], images, top))[0]
 
-    @app.post("/v1/predict", response_model=Predictions, openapi_extra=BODY, responses=example(PREDICTIONS))
-    async def predict_several(request: Request, task: Tasks = [], top: Top = 5) -> Any:  # noqa: B006
+    @app.post("/v1/predict", openapi_extra=BODY, responses=example(PREDICTIONS))
+    async def predict_several(request: Request, task: Tasks = [], top: Top = 5) -> dict[str, Any]:  # noqa: B006
         """Run several tasks on the same images."""
         start = time.perf_counter()
-        async with uploads.read(request) as (images, more):
+        async with uploads.read(request, uploads.images) as (images, more):
             names = [*task, *more]
             if not names:
-                known = ", ".join(row["name"] for row in (await service.tasks())["tasks"])
-                raise HttpError(422, f"no task given: add ?task=NAME&task=NAME; known tasks are {known}")
+                raise HttpError(422, "no task given: add ?task=NAME&task=NAME; /v1/tasks lists the names")
             answers = await service.predict(names, images, top)
         return {"milliseconds": _milliseconds_since(start), "tasks": answers}
 
@@ -165,6 +121,8 @@ def _add_page(app: FastAPI, path: str, name: str) -> None:
 
 
 async def _error_response(request: Request, problem: Any) -> Response:
+    if type(problem) in STATUS:
+        problem = HttpError(STATUS[type(problem)], str(problem))
     if isinstance(problem, HttpError):
         headers = {} if problem.retry_after is None else {"Retry-After": str(problem.retry_after)}
         if problem.status in (400, 401, 403, 408, 413, 415, 503, 507):

@@ -11,14 +11,12 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from bitgraft.errors import UnknownTaskError, UnsafeNameError
+from bitgraft.errors import UnknownTaskError
 from bitgraft.runtime.module_cache import computed_bytes
-from bitgraft.serving import auto
-from bitgraft.serving.changes import change
 from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.library import Entry, Library
 from bitgraft.serving.metrics import Metrics
-from bitgraft.serving.predictions import check_tensor, decode
+from bitgraft.serving.predictions import check_tensor, decode_all
 from bitgraft.serving.scheduler import Scheduler
 from bitgraft.serving.sessions import Sessions
 from bitgraft.serving.settings import Settings
@@ -88,9 +86,7 @@ class Engine(Service):
         )
         self.sessions = Sessions(
             library,
-            budget=settings.memory_budget,
-            pinned=settings.pin,
-            enabled=settings.use_sessions,
+            settings,
             make=partial(task_session, threads=settings.threads_per_turn, export=False),
             on_event=lambda task, event: self.metrics.session_events.labels(task, event).inc(),
         )
@@ -114,7 +110,7 @@ class Engine(Service):
 
     async def predict(self, names: Sequence[str], images: Sequence[bytes], top: int) -> Predictions:
         """Run every task on every image. A request succeeds or fails as a whole."""
-        entries = self._find(dict.fromkeys(names))
+        entries = [self.library.find(name) for name in dict.fromkeys(names)]
         with self.metrics.track(entries, len(images)):
             self._check_size(len(entries), len(images))
             decoded = await self._decode(entries, images)
@@ -123,7 +119,7 @@ class Engine(Service):
 
     async def infer(self, name: str, inputs: Sequence[bytes] | Tensor) -> Inferred:
         """Return one task's probabilities for encoded images or a preprocessed tensor."""
-        (entry,) = self._find([name])
+        entry = self.library.find(name)
         with self.metrics.track([entry], len(inputs)):
             self._check_size(1, len(inputs))
             if isinstance(inputs, Tensor):
@@ -135,21 +131,13 @@ class Engine(Service):
         return Inferred(torch.stack([one.probabilities for one in scored]), entry.classes, entry.info["version"])
 
     async def change(self, action: str, name: str, *args: Any) -> dict[str, Any]:
-        return await asyncio.to_thread(change, self.library, action, name, *args)
+        return await asyncio.to_thread(self.library.change, action, name, *args)
 
     async def identify(self, images: Sequence[bytes], top: int) -> list[dict[str, Any]]:
         """Return each image's task and its answers. It runs in a decoder thread, outside the queues."""
         self._check_size(1, len(images))
-        work = partial(auto.identify, self.library, images, top, self.settings.max_pixels)
+        work = partial(self.library.identify, images, top, self.settings.max_pixels)
         return await self._in_decoder(work, len(images))
-
-    def _find(self, names: Iterable[str]) -> list[Entry]:
-        try:
-            return self.library.find(names)
-        except UnsafeNameError as problem:
-            raise HttpError(400, str(problem)) from problem
-        except UnknownTaskError as problem:
-            raise HttpError(404, str(problem)) from problem
 
     def _check_size(self, tasks: int, images: int) -> None:
         """Refuse a request that would not fit into empty queues, or when too many images wait to be decoded."""
@@ -162,12 +150,7 @@ class Engine(Service):
 
     async def _decode(self, entries: Sequence[Entry], images: Sequence[bytes]) -> list[list[Tensor]]:
         """Decode each image for each task: per image, one tensor per task."""
-        preprocessings, limit = [entry.preprocessing for entry in entries], self.settings.max_pixels
-        names = ["the image"] if len(images) == 1 else [f"image {i + 1}" for i in range(len(images))]
-
-        def work() -> list[list[Tensor]]:
-            return [decode(data, preprocessings, limit, name) for data, name in zip(images, names, strict=True)]
-
+        work = partial(decode_all, images, [entry.preprocessing for entry in entries], self.settings.max_pixels)
         start = time.perf_counter()
         try:
             return await self._in_decoder(work, len(images))
@@ -184,9 +167,8 @@ class Engine(Service):
     async def _score(self, inputs: dict[Entry, Sequence[Tensor]]) -> dict[Entry, list[Scored]]:
         """Send each task's images through its queue and the network."""
         start = time.perf_counter()
-        futures, scored = self.scheduler.submit(dict(inputs.items())), dict[Entry, list[Scored]]()
-        for entry in inputs:
-            scored[entry] = [await asyncio.wrap_future(future) for future in futures[entry]]
+        futures = self.scheduler.submit(inputs)
+        scored = {entry: [await asyncio.wrap_future(one) for one in futures[entry]] for entry in inputs}
         for entry, images in scored.items():
             for one in images:
                 self.metrics.queue_seconds.labels(entry.name).observe(one.end - one.seconds - start)
@@ -228,23 +210,20 @@ class Engine(Service):
 
     async def tasks(self) -> dict[str, Any]:
         """Return the store as JSON."""
-        library, errors = self.library, dict(self.library.errors)
-        rows = [self._row(entry) for entry in library.tasks.values()]
-        for row in rows:
-            if row["name"] in errors:  # the old version is still served
-                row["error"] = errors.pop(row["name"])
+        library = self.library
+        rows, errors = [self._row(entry) for entry in library.tasks.values()], library.errors
         return {
             "backbone": library.store.backbone.name,
             "original": library.net.original,
-            "tasks": rows,
-            "broken": [{"name": name, "error": text} for name, text in errors.items()],
+            "tasks": [row | ({"error": errors[row["name"]]} if row["name"] in errors else {}) for row in rows],
+            "broken": [{"name": name, "error": text} for name, text in errors.items() if name not in library.tasks],
             "bytes": sum(row["bytes"] for row in rows),
             "separate_bytes": sum(row.get("copy_bytes", row["bytes"]) for row in rows),
         }
 
     def _row(self, entry: Entry) -> dict[str, Any]:
         engine, reason = self.sessions.engine(entry), self.sessions.reasons.get(entry)
-        resident = bool(self.sessions.size(entry)) or entry.task_id in self.library.net.resident
+        resident = self.sessions.size(entry) > 0 or entry.task_id in self.library.net.resident
         row = {**self.library.info(entry), "resident": resident, "engine": engine}
         return row | ({"engine_reason": reason} if reason and self.settings.use_sessions else {})
 
@@ -252,7 +231,7 @@ class Engine(Service):
         """Return one task as JSON, with its layers."""
         entry = self.library.tasks.get(name)
         if entry is None:
-            raise HttpError(404, f"there is no task {name!r}; known tasks are {', '.join(self.library.tasks)}")
+            raise UnknownTaskError(f"there is no task {name!r}; known tasks are {', '.join(self.library.tasks)}")
         shape = [entry.preprocessing.channels, *entry.preprocessing.size]
         return {**self.library.info(entry), "input": shape, "class_names": entry.classes, "layers": entry.layers}
 

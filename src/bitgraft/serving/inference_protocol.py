@@ -15,7 +15,7 @@ from bitgraft.serving.engine import Service
 from bitgraft.serving.examples import INFER_REQUEST, INFERRED, SERVER, STATUS, TASK, example
 from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.tensors import HEADER_LENGTH, read_request, write_response
-from bitgraft.serving.uploads import Uploads
+from bitgraft.serving.uploads import Uploads, body
 
 BODY = {
     "requestBody": {
@@ -60,8 +60,8 @@ def add_inference_protocol(app: FastAPI, service: Service, uploads: Uploads) -> 
         """A task's class probabilities for encoded images or a preprocessed tensor."""
         if encoding := request.headers.get("content-encoding", ""):
             raise HttpError(415, f"the body is compressed with {encoding}: send it uncompressed")
-        async with uploads.body(request) as body:
-            wanted, inputs = await asyncio.to_thread(read_request, body, request.headers.get(HEADER_LENGTH))
+        async with uploads.read(request, body) as data:
+            wanted, inputs = await asyncio.to_thread(read_request, data, request.headers.get(HEADER_LENGTH))
             inferred = await service.infer(task, inputs)
         data, headers = write_response(task, wanted, inferred)
         kind = "application/octet-stream" if HEADER_LENGTH in headers else "application/json"

@@ -10,25 +10,29 @@ import os
 import random
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
+from torch import Tensor
 
 from bitgraft.backbone.files import check_name, read_whole
 from bitgraft.data.preprocessing import Preprocessing
-from bitgraft.errors import TaskError, UnknownTaskError
+from bitgraft.errors import BitgraftError, StoreError, TaskError, UnknownTaskError
 from bitgraft.format.archive import from_bytes, rename
 from bitgraft.format.inspect import inspect_archive
 from bitgraft.network import Network
 from bitgraft.runtime.new_task import loaded_task
-from bitgraft.serving.class_names import imagenet_names
-from bitgraft.serving.versions import CANARY
+from bitgraft.serving.http_error import HttpError
+from bitgraft.serving.predictions import decode_all
+from bitgraft.serving.versions import CANARY, Versions
 from bitgraft.store import SUFFIX, Store
-from bitgraft.workflows.prediction import preprocessing_of
+from bitgraft.workflows.identification import as_answers
+from bitgraft.workflows.prediction import imagenet_names, preprocessing_of, torch_scores
 
 log = logging.getLogger("bitgraft.serving")
 
@@ -80,20 +84,14 @@ class Library:
         self.canaries: Mapping[str, Entry] = {}
         self.scan()
 
-    def find(self, names: Iterable[str]) -> list[Entry]:
-        """Return the entries that answer a request to these tasks. Canaries are drawn at random by their share."""
-        tasks, canaries = self.tasks, self.canaries
-        entries = []
-        for name in names:
-            if name not in tasks:
-                check_name(name)
-                broken = f" (its file is broken: {self.errors[name]})" if name in self.errors else ""
-                raise UnknownTaskError(f"there is no task {name!r}{broken}; known tasks are {', '.join(tasks)}")
-            entry = tasks[name]
-            if (canary := canaries.get(name)) is not None and random.random() < (canary.share or 0.0):
-                entry = canary
-            entries.append(entry)
-        return entries
+    def find(self, name: str) -> Entry:
+        """Return the entry that answers a request to a task: its canary with the probability of the canary's share."""
+        entry, canary = self.tasks.get(name), self.canaries.get(name)
+        if entry is None:
+            check_name(name)
+            broken = f" (its file is broken: {self.errors[name]})" if name in self.errors else ""
+            raise UnknownTaskError(f"there is no task {name!r}{broken}; known tasks are {', '.join(self.tasks)}")
+        return canary if canary is not None and random.random() < (canary.share or 0.0) else entry
 
     def info(self, entry: Entry) -> dict[str, Any]:
         """Return a task and its canary, if any, as JSON."""
@@ -102,6 +100,25 @@ class Library:
             return dict(entry.info)
         shown = {"share": canary.share, "version": canary.info["version"], "accuracy": canary.info["accuracy"]}
         return {**entry.info, "canary": shown}
+
+    def identify(self, images: Sequence[bytes], top: int, max_pixels: int) -> list[dict[str, Any]]:
+        """Return each image's task, the most likely tasks, and the task's answers, as JSON."""
+        net = self.net
+        entries = {name: entry for name, entry in self.tasks.items() if name != net.original}
+        tasks = {name: net.tasks[entry.task_id] for name, entry in entries.items()}
+        preprocessings = list(dict.fromkeys(entry.preprocessing for entry in entries.values()))
+        decoded = zip(*decode_all(images, preprocessings, max_pixels), strict=True)
+        batches = {one: torch.stack(t).to(net.anatomy.device) for one, t in zip(preprocessings, decoded, strict=True)}
+        inputs = {name: batches[entry.preprocessing] for name, entry in entries.items()}
+
+        def run(name: str, batch: Tensor) -> Tensor:
+            return torch_scores(net, entries[name].task_id, batch).to(net.anatomy.device)
+
+        try:
+            found = net._identifier.decide(tasks, inputs, run)
+        except BitgraftError as problem:  # no task has a description, or the backbone has no features
+            raise HttpError(409, str(problem)) from problem
+        return as_answers(found, {name: entry.classes for name, entry in entries.items()}, top=top)
 
     def scan(self) -> bool:
         """Load new and replaced files and drop removed ones. Return whether the folder has changed."""
@@ -117,18 +134,43 @@ class Library:
                 retried = self.errors.keys() & found.keys()  # a missing dependency may have been added
                 loaded = {key: entry for key, entry in self._loaded.items() if key in found}
                 self._report(self._load(loaded, sorted(changed | retried)))
-                self._signatures = found
-                self._publish(loaded)
+                self._signatures, self._loaded = found, loaded
+                entries = sorted([self._original, *loaded.values()], key=lambda entry: entry.name)
+                self.tasks = {entry.name: entry for entry in entries if entry.share is None}
+                self.canaries = {entry.name: entry for entry in entries if entry.share is not None}
             self._unload()
             return has_changed
 
+    def change(self, action: str, name: str, *args: Any) -> dict[str, Any]:
+        """Call the `Versions` method called `action` and return the task that is served afterwards, as JSON.
+
+        A file is checked before it gets its place, and served at once.
+        """
+        versions = Versions(self.store)
+        if name == self.net.original:
+            raise HttpError(409, f"{name!r} is the backbone's own task: it cannot be changed")
+        try:
+            if action in ("put", "put_canary"):
+                self.check(name, args[0])
+            elif action == "rollback" and versions.previous(name).exists():
+                self.check(name, versions.previous(name))  # it may have been broken when it was replaced
+            getattr(versions, action)(name, *args)
+        except StoreError as problem:
+            raise HttpError(409, str(problem)) from problem
+        except OSError as problem:
+            raise HttpError(507, f"cannot write to the store: {problem.strerror}") from problem
+        self.scan()
+        entry = self.tasks.get(name)
+        served = {"name": name, "version": None} if entry is None else self.info(entry)
+        return {**served, "previous": versions.previous(name).exists()}
+
     def check(self, name: str, path: Path) -> None:
-        """Load a file as this task and drop it again. Raise a `TaskError` if it cannot be served."""
+        """Load a file as this task and drop it again. Raise an `HttpError` if it cannot be served."""
         with self._scan_lock:
             problem = self._try(name, path)[1]
             self._unload()
         if problem:
-            raise TaskError(problem)
+            raise HttpError(422, f"the task file was rejected: {problem}")
 
     def _files(self) -> dict[str, Signature]:
         """Every task file and canary, by its path in the store without suffix."""
@@ -142,12 +184,6 @@ class Library:
                     stat = path.stat()
                     found[prefix + path.stem] = stat.st_size, stat.st_mtime_ns, stat.st_ino
         return found
-
-    def _publish(self, loaded: dict[str, Entry]) -> None:
-        entries = sorted([self._original, *loaded.values()], key=lambda entry: entry.name)
-        self._loaded = loaded
-        self.tasks = {entry.name: entry for entry in entries if entry.share is None}
-        self.canaries = {entry.name: entry for entry in entries if entry.share is not None}
 
     def _unload(self) -> None:
         for task_id in list(self._unused):

@@ -13,6 +13,12 @@ from bitgraft.serving.http_error import HttpError
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # decoded by PIL itself; EPS, for one, starts Ghostscript
 
 
+def decode_all(images: Sequence[bytes], preprocessings: Sequence[Preprocessing], max_pixels: int) -> list[list[Tensor]]:
+    """Return one tensor per image and preprocessing."""
+    names = ["the image"] if len(images) == 1 else [f"image {i + 1}" for i in range(len(images))]
+    return [decode(data, preprocessings, max_pixels, name) for data, name in zip(images, names, strict=True)]
+
+
 def decode(data: bytes, preprocessings: Sequence[Preprocessing], max_pixels: int, name: str) -> list[Tensor]:
     """Return one tensor per preprocessing. The image's header is checked before anything is decoded."""
     _check_header(data, max_pixels, name)

@@ -18,10 +18,9 @@ from ray.serve.config import HTTPOptions
 from ray.serve.schema import DeploymentStatus
 from torch import Tensor
 
-from bitgraft.errors import ServingError
+from bitgraft.errors import BitgraftError, ServingError
 from bitgraft.serving.app import make_app
 from bitgraft.serving.engine import Engine, Inferred, Predictions, Service
-from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.metrics import Metrics
 from bitgraft.serving.settings import Settings
 from bitgraft.serving.supervisor import open_library
@@ -99,21 +98,18 @@ def _replica(settings: Settings) -> type:
             return name
 
         async def call(self, method: str, *args: Any) -> Any:
-            """Call a method of the engine. Return an `HttpError` instead of raising it, or Ray would log a failure."""
+            """Call a method of the engine. Return an error instead of raising it, or Ray would log a failure."""
             try:
-                return await getattr(self._engine, method)(*args)
-            except HttpError as error:
+                result = await getattr(self._engine, method)(*args)
+            except BitgraftError as error:
                 return error
-
-        async def predict(self, name: str, images: Sequence[bytes], top: int) -> Predictions | HttpError:
-            answers = await self.call("predict", [name], images, top)
-            if not isinstance(answers, HttpError):
-                await self.home()
-            return answers  # type: ignore[no-any-return]
+            await self.home()
+            return result
 
         async def home(self) -> str:
-            """Mark the request's task as warm here and return this replica's id."""
-            await self.warm(ray_serve.get_multiplexed_model_id())
+            """Mark the request's task, if it has one, as warm here and return this replica's id."""
+            if name := ray_serve.get_multiplexed_model_id():
+                await self.warm(name)
             return str(ray_serve.get_replica_context().replica_id)
 
         async def check_health(self) -> None:
@@ -150,7 +146,7 @@ class Remote(Service):
                 self._healthy = False
 
     async def predict(self, names: Sequence[str], images: Sequence[bytes], top: int) -> Predictions:
-        replies = [_replicas(name).predict.remote(name, list(images), top) for name in dict.fromkeys(names)]
+        replies = [_replicas(name).call.remote("predict", [name], list(images), top) for name in dict.fromkeys(names)]
         return [prediction for reply in replies for prediction in await _result(reply)]
 
     async def infer(self, name: str, inputs: Sequence[bytes] | Tensor) -> Inferred:
@@ -173,6 +169,6 @@ def _replicas(task: str = "") -> Any:
 
 async def _result(reply: Any) -> Any:
     result = await reply
-    if isinstance(result, HttpError):
+    if isinstance(result, BitgraftError):
         raise result
     return result

@@ -1,7 +1,7 @@
 """onnxruntime sessions for busy tasks, made in a background thread. Until then a task runs on PyTorch.
 
 Sessions and PyTorch's computed weights share one memory budget. When it is used up, a busier task replaces the least
-recently used session, unless that one is busier still. Pinned tasks get their sessions at the start and keep them.
+busy session. Pinned tasks get their sessions at the start and keep them.
 
 A task without a session has its weights computed for each batch. It runs in the onnxruntime graph that the sessions
 share, once its scores for a first batch have agreed with PyTorch's.
@@ -13,8 +13,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -25,20 +24,14 @@ from bitgraft.runtime.engines import Graph, Session, check_agreement
 from bitgraft.runtime.memory import give_memory_back
 from bitgraft.runtime.onnx_graph import MissingGraphError
 from bitgraft.serving.library import Entry, Library
+from bitgraft.serving.settings import Settings
 from bitgraft.workflows.prediction import graph_session, passing_scores, task_session
 
 log = logging.getLogger("bitgraft.serving")
 BUSY = 16  # images that a task answers on PyTorch before it gets a session
 BUSIER = 1.5  # how much busier a task must be to replace another; equally busy tasks would keep swapping
 EXPORT = "bitgraft.serving.export_graph"
-HALF_LIFE = 1024  # images of all tasks after which the counts are halved
-
-
-@dataclass
-class _Held:
-    session: Session
-    last_used: int
-    """In images of all tasks."""
+REMEMBERED = 2048  # images; then all counts are halved
 
 
 class Sessions:
@@ -47,17 +40,15 @@ class Sessions:
     def __init__(
         self,
         library: Library,
+        settings: Settings,
         *,
-        budget: int,
-        pinned: Collection[str] = (),
-        enabled: bool = True,
         make: Callable[..., Session] = task_session,
         on_event: Callable[[str, str], object] = lambda task, event: None,
     ) -> None:
         """`on_event(task, event)` is called with the events "made" and "dropped"."""
-        self._library, self._budget, self._pinned, self._enabled, self._make = library, budget, pinned, enabled, make
-        self._on_event = on_event
-        self._held: WeakKeyDictionary[Entry, _Held] = WeakKeyDictionary()
+        self._library, self._budget, self._pinned = library, settings.memory_budget, settings.pin
+        self._enabled, self._make, self._on_event = settings.use_sessions, make, on_event
+        self._held: WeakKeyDictionary[Entry, Session] = WeakKeyDictionary()
         """A replaced task loses its session. So nothing else may keep an entry, not even a log record."""
         self._pending: WeakSet[Entry] = WeakSet()
         self.reasons: WeakKeyDictionary[Entry, str] = WeakKeyDictionary()
@@ -65,7 +56,6 @@ class Sessions:
         self._graph: Graph | None = None  # of the newest session
         self._checked: WeakKeyDictionary[Entry, tuple[Graph, bool]] = WeakKeyDictionary()  # and whether it agreed
         self._recent: Counter[str] = Counter()  # images per task
-        self._images = 0
         self._lock = threading.RLock()
         self._requests: queue.SimpleQueue[Entry] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="bitgraft-sessions", daemon=True)
@@ -88,18 +78,14 @@ class Sessions:
         if not self._enabled:
             return None
         with self._lock:
-            self._images += images
             self._recent[entry.task_id] += images
-            if self._images // HALF_LIFE != (self._images - images) // HALF_LIFE:
+            if self._recent.total() > REMEMBERED:
                 self._recent = Counter({task: count // 2 for task, count in self._recent.items() if count > 1})
-            held = self._held.get(entry)
-            if held is not None:
-                held.last_used = self._images
-                return held.session
-            wanted = self._recent[entry.task_id] >= BUSY and self._fits(entry, self._estimate())
+            session, busy = self._held.get(entry), self._recent[entry.task_id] >= BUSY
+            wanted = session is None and busy and self._to_drop(entry, self._estimate()) is not None
         if wanted:
             self._request(entry)
-        return None
+        return session
 
     def run_without_session(self, entry: Entry, images: Tensor) -> tuple[Tensor, str]:
         """Return the scores of a task without a session, and the name of the engine that computed them."""
@@ -140,12 +126,12 @@ class Sessions:
     @property
     def nbytes(self) -> int:
         with self._lock:
-            return sum(held.session.nbytes for held in self._held.values())
+            return sum(session.nbytes for session in self._held.values())
 
     def size(self, entry: Entry) -> int:
         """Bytes of a task's session; 0 without one."""
-        held = self._held.get(entry)
-        return held.session.nbytes if held else 0
+        session = self._held.get(entry)
+        return session.nbytes if session else 0
 
     def _pinned_entries(self) -> list[Entry]:
         tasks = self._library.tasks
@@ -182,33 +168,34 @@ class Sessions:
     def _add(self, entry: Entry, session: Session) -> None:
         """Keep a session if it fits, dropping others if needed, and release the task's weights in PyTorch."""
         with self._lock:
-            fits = self._fits(entry, session.nbytes, drop=True)
-            if fits:
-                self._held[entry], self._graph = _Held(session, self._images), session.graph
+            dropped = self._to_drop(entry, session.nbytes)
+            if dropped is not None:
+                for other in dropped:
+                    del self._held[other]
+                    self._on_event(other.name, "dropped")
+                self._held[entry], self._graph = session, session.graph
                 self._on_event(entry.name, "made")
         del session
-        if fits:
+        if dropped is not None:
             self._library.net.release(entry.task_id)
             log.info("%s: runs on onnxruntime now", entry.name)
         self._library.net.limit_memory(max(0, self._budget - self.nbytes))
         give_memory_back()
 
-    def _fits(self, entry: Entry, size: int, *, drop: bool = False) -> bool:
-        """Whether the budget has room for the session, counting those that this task may replace."""
-        room = self._budget - self.nbytes
-        for other, held in sorted(self._held.items(), key=lambda pair: pair[1].last_used):
-            if size <= room:
+    def _to_drop(self, entry: Entry, size: int) -> list[Entry] | None:
+        """The sessions that this task replaces with its own, the least busy ones first. None if there is no room."""
+        room, dropped = self._budget - self.nbytes, list[Entry]()
+        for other in sorted(self._held, key=lambda other: self._recent[other.task_id]):
+            if size <= room or BUSIER * self._recent[other.task_id] >= self._recent[entry.task_id]:
                 break
-            if other.name not in self._pinned and BUSIER * self._recent[other.task_id] < self._recent[entry.task_id]:
-                room += held.session.nbytes
-                if drop:
-                    del self._held[other]
-                    self._on_event(other.name, "dropped")
-        return size <= room or entry.name in self._pinned
+            if other.name not in self._pinned:
+                room += self._held[other].nbytes
+                dropped.append(other)
+        return dropped if size <= room or entry.name in self._pinned else None
 
     def _estimate(self) -> int:
         """Estimated bytes of the next session."""
-        known = next((held.session.nbytes for held in self._held.values()), None)
+        known = next((session.nbytes for session in self._held.values()), None)
         return known or 4 * self._library.store.size.parameters
 
     def _stay_on_torch(self, entry: Entry, reason: str) -> None:

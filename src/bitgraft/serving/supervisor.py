@@ -7,16 +7,16 @@ import asyncio
 import gc
 import logging
 import multiprocessing
-import os
 import re
 import signal
 import socket
-import sys
 import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
+from typing import Any
 
 import torch
 import uvicorn
@@ -34,6 +34,7 @@ from bitgraft.store import Store
 from bitgraft.workflows.prediction import task_session
 
 log = logging.getLogger("bitgraft.serving")
+FORK = multiprocessing.get_context("fork")
 MAX_CONNECTIONS = 1000
 EVERY_TASK = 1 << 30  # no limit on the number of tasks in memory: the budget in bytes decides
 EARLY_EXIT, RESTART_DELAY = 10.0, 1.0  # seconds; a worker that dies early is replaced after a delay
@@ -82,9 +83,8 @@ def check_device(device: str) -> None:
 
 
 def _failure_in_child(step: Callable[[], Any], *expected: type[Exception]) -> str | None:
-    """Run a step in a forked process. Return the message of an expected error, else None."""
-    context = multiprocessing.get_context("fork")
-    reasons = context.SimpleQueue()
+    """Run a step in a child process. Return the message of an expected error, else None."""
+    reasons = FORK.SimpleQueue()
 
     def run() -> None:
         try:
@@ -92,12 +92,16 @@ def _failure_in_child(step: Callable[[], Any], *expected: type[Exception]) -> st
         except expected as problem:
             reasons.put(str(problem))
 
-    process = context.Process(target=run)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # as for workers
-        process.start()
-    process.join()
+    _fork(run).join()
     return None if reasons.empty() else str(reasons.get())
+
+
+def _fork(target: Callable[..., None], *args: Any) -> ForkProcess:
+    child = FORK.Process(target=target, args=args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # this process has no threads of Python or torch yet
+        child.start()
+    return child
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -116,7 +120,7 @@ def listen(settings: Settings) -> socket.socket:
 class _Supervisor:
     def __init__(self, settings: Settings, library: Library, listener: socket.socket) -> None:
         self._settings, self._library, self._listener = settings, library, listener
-        self._workers: dict[int, float] = {}  # start time by process id
+        self._workers: dict[ForkProcess, float] = {}  # and their start times
         self._is_stopping = False
 
     def run(self) -> None:
@@ -130,52 +134,39 @@ class _Supervisor:
         where = f"[{host}]" if ":" in host else host
         print(f"serving {len(self._library.tasks)} tasks on http://{where}:{port}/", flush=True)
         while self._workers:
-            process, status = os.wait()
-            started = self._workers.pop(process, 0.0)
-            forget_worker(process)
-            if self._is_stopping:
-                continue
-            log.error("worker %d exited with %d: starting another", process, os.waitstatus_to_exitcode(status))
-            if time.monotonic() - started < EARLY_EXIT:
-                time.sleep(RESTART_DELAY)
-            if not self._is_stopping:
-                self._start_worker()
+            wait([worker.sentinel for worker in self._workers])
+            for worker in [worker for worker in self._workers if not worker.is_alive()]:
+                started = self._workers.pop(worker)
+                forget_worker(worker.pid)
+                if self._is_stopping:
+                    continue
+                log.error("worker %d exited with %d: starting another", worker.pid, worker.exitcode)
+                if time.monotonic() - started < EARLY_EXIT:
+                    time.sleep(RESTART_DELAY)
+                if not self._is_stopping:
+                    self._start_worker()
         gc.unfreeze()  # otherwise nanobind reports the frozen objects as leaks at exit
 
     def _start_worker(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # this process has no threads of Python or torch yet
-            process = os.fork()
-        if process == 0:
-            _run_worker(self._settings, self._library, self._listener)
-        self._workers[process] = time.monotonic()
+        worker = _fork(_run_worker, self._settings, self._library, self._listener)
+        self._workers[worker] = time.monotonic()
         if self._is_stopping:
-            os.kill(process, signal.SIGTERM)
+            worker.terminate()
 
     def _stop(self, number: int, frame: Any) -> None:
         """Accept no new connections; workers finish the requests that they have."""
         self._is_stopping = True
         self._listener.close()
-        for process in self._workers:
-            os.kill(process, signal.SIGTERM)
+        for worker in self._workers:
+            worker.terminate()
 
 
-def _run_worker(settings: Settings, library: Library, listener: socket.socket) -> NoReturn:
-    """Serve in the forked process, then exit without returning to the supervisor's code."""
-    code = 1
-    try:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        torch.set_num_threads(settings.threads_per_turn)
-        asyncio.run(_serve(settings, library, listener))
-        code = 0
-    except BaseException:
-        log.exception("a worker failed")
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+def _run_worker(settings: Settings, library: Library, listener: socket.socket) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    warnings.simplefilter("error", Image.DecompressionBombWarning)
+    torch.set_num_threads(settings.threads_per_turn)
+    asyncio.run(_serve(settings, library, listener))
 
 
 async def _serve(settings: Settings, library: Library, listener: socket.socket) -> None:

@@ -5,7 +5,6 @@ import binascii
 import json
 import math
 import struct
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -122,22 +121,17 @@ def write_response(task: str, request: InferRequest, inferred: Inferred) -> tupl
 
 def _values(output: _Output, inferred: Inferred) -> "np.ndarray[Any, Any]":
     """Return an output's array. Triton's `classification` asks for the top classes, as "probability:index:name"."""
-    scores, names = inferred.probabilities, inferred.classes
-    top = output.parameters.get("classification", 0)
+    scores, top = inferred.probabilities, output.parameters.get("classification", 0)
+    names = inferred.classes or list(map(str, range(scores.shape[1])))
     if not isinstance(top, int) or top < 0:
         raise HttpError(400, f"classification is {top!r}: give a number of classes")
     if output.name == "probabilities" and not top:
         return scores.numpy()
     values, indices = scores.topk(min(top or 1, scores.shape[1]))
+    if output.name == "class":
+        return np.array([names[i] for i in indices[:, 0].tolist()], object)
     rows = zip(values.tolist(), indices.tolist(), strict=True)
-    if output.name == "probabilities":
-        ranked = [[f"{v}:{i}:{_name(names, i)}" for v, i in zip(*row, strict=True)] for row in rows]
-        return np.array(ranked, object)
-    return np.array([_name(names, indices[0]) for _, indices in rows], object)
-
-
-def _name(names: Sequence[str] | None, index: int) -> str:
-    return names[index] if names else str(index)
+    return np.array([[f"{v}:{i}:{names[i]}" for v, i in zip(*row, strict=True)] for row in rows], object)
 
 
 def _join(values: "np.ndarray[Any, Any]") -> bytes:

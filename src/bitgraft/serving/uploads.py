@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from typing import TypeVar
 
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -16,6 +17,8 @@ MIN_RATE = 50_000  # bytes per second that earn a client more time
 MAX_FIELDS, MAX_FIELD_BYTES = 1000, 1024  # of a form, files excluded
 USAGE = """send the image as the body (curl --data-binary @FILE -H 'Content-Type: image/jpeg') \
 or as a file in a form (curl -F image=@FILE)"""
+T = TypeVar("T")
+Stream = AsyncGenerator[bytes, None]
 Upload = tuple[list[bytes], list[str]]
 """Images, and the `task` fields of a form."""
 
@@ -27,23 +30,11 @@ class Uploads:
         self._settings, self._held = settings, 0
 
     @asynccontextmanager
-    async def read(self, request: Request) -> AsyncIterator[Upload]:
-        """Read a request's images: its body, or every file of a form. They count as held until the block ends."""
-        async with self._counted(request) as stream:
-            yield await self._parse(request, stream)
-
-    @asynccontextmanager
-    async def body(self, request: Request) -> AsyncIterator[bytes]:
-        """Read a request's body. It counts as held until the block ends."""
-        async with self._counted(request) as stream:
-            yield await _join(stream)
-
-    @asynccontextmanager
-    async def _counted(self, request: Request) -> AsyncIterator[AsyncGenerator[bytes, None]]:
-        """Stream the body and count its bytes towards the total."""
+    async def read(self, request: Request, parse: Callable[[Request, Stream], Awaitable[T]]) -> AsyncIterator[T]:
+        """Parse a request's body while it arrives. Its bytes count as held until the block ends."""
         held = 0
 
-        async def stream() -> AsyncGenerator[bytes, None]:
+        async def counted() -> Stream:
             nonlocal held
             async for chunk in self.stream(request, self._settings.max_upload, "the upload"):
                 held += len(chunk)
@@ -53,28 +44,28 @@ class Uploads:
                 yield chunk
 
         try:
-            yield stream()
+            yield await parse(request, counted())
         finally:
             self._held -= held
 
-    async def _parse(self, request: Request, stream: AsyncGenerator[bytes, None]) -> Upload:
+    async def images(self, request: Request, stream: Stream) -> Upload:
+        """Parse the images: the body, or every file of a form."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         try:
             if kind == "application/x-www-form-urlencoded":  # curl --data instead of --data-binary
                 raise HttpError(415, USAGE)
             if kind == "multipart/form-data":
                 return await self._form(request, stream)
-            if data := await _join(stream):
+            if data := await body(request, stream):
                 return [data], []
             raise HttpError(400, "there is no image: send it as the body, or as a file in a form")
-        except HttpError as problem:
-            if problem.status in (400, 415):  # read the rest, or a client that is still sending would not see why
-                with suppress(HttpError):
-                    async for _ in stream:
-                        pass
+        except HttpError:
+            with suppress(HttpError):  # read the rest, or a client that is still sending would not see why
+                async for _ in stream:
+                    pass
             raise
 
-    async def stream(self, request: Request, limit: int, what: str) -> AsyncGenerator[bytes, None]:
+    async def stream(self, request: Request, limit: int, what: str) -> Stream:
         """Yield the body in chunks. Raise an `HttpError` if it is too large or too slow."""
         received, chunks = 0, request.stream()
         deadline = time.monotonic() + self._settings.patience
@@ -96,7 +87,7 @@ class Uploads:
                 raise too_large
             yield chunk
 
-    async def _form(self, request: Request, stream: AsyncGenerator[bytes, None]) -> Upload:
+    async def _form(self, request: Request, stream: Stream) -> Upload:
         limits = {"max_files": self._settings.max_queue, "max_fields": MAX_FIELDS, "max_part_size": MAX_FIELD_BYTES}
         parser = MultiPartParser(request.headers, stream, **limits)
         parser.spool_max_size = 2 * self._settings.max_upload  # never reached, so nothing is written to disk
@@ -115,5 +106,5 @@ class Uploads:
         return images, tasks
 
 
-async def _join(stream: AsyncGenerator[bytes, None]) -> bytes:
+async def body(request: Request, stream: Stream) -> bytes:
     return b"".join([chunk async for chunk in stream])

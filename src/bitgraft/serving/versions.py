@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bitgraft.backbone.files import PART, sweep_parts, write_atomically
-from bitgraft.errors import StoreError
 from bitgraft.serving.http_error import HttpError
 from bitgraft.store import SUFFIX, Store
 from bitgraft.task import check_name
@@ -44,8 +43,7 @@ class Versions:
     def put(self, name: str, file: Path) -> None:
         """Move a file into the task's place. The replaced file becomes the previous version."""
         with self._locked():
-            self._keep_previous(name)
-            os.replace(file, self._store.path(name))
+            self._replace(name, file)
 
     def put_canary(self, name: str, file: Path, share: float) -> None:
         with self._locked():
@@ -59,8 +57,7 @@ class Versions:
         """Replace the task with its canary."""
         with self._locked():
             _require(self.canary(name), f"task {name!r} has no canary")
-            self._keep_previous(name)
-            os.replace(self.canary(name), self._store.path(name))
+            self._replace(name, self.canary(name))
             self._drop_canary(name)
 
     def end_canary(self, name: str) -> None:
@@ -73,9 +70,9 @@ class Versions:
         with self._locked():
             current, previous, part = self._store.path(name), self.previous(name), self.part()
             _require(previous, f"task {name!r} has no previous version")
-            self._check_replaceable(name)
+            self._store.check_replaceable(name)
             if current.exists():
-                _link(current, part)
+                shutil.copyfile(current, part)
             os.replace(previous, current)
             if part.exists():
                 os.replace(part, previous)
@@ -84,31 +81,24 @@ class Versions:
         """Remove the task. Its file becomes the previous version."""
         with self._locked():
             _require(self._store.path(name), f"there is no task {name!r}")
-            self._check_replaceable(name)
+            self._store.check_replaceable(name)
             self._drop_canary(name)
             self.previous(name).parent.mkdir(exist_ok=True)
             os.replace(self._store.path(name), self.previous(name))
 
-    def _keep_previous(self, name: str) -> None:
-        """Link the served file as the previous version, so that the task always has a file."""
+    def _replace(self, name: str, file: Path) -> None:
+        """Copy the served file, so that the task always has one, then replace it. The copy is the previous version."""
         current, previous, part = self._store.path(name), self.previous(name), self.part()
-        if not current.exists():
-            return
-        self._check_replaceable(name)
-        previous.parent.mkdir(exist_ok=True)
-        _link(current, part)
-        os.replace(part, previous)
-        part.unlink(missing_ok=True)  # os.replace does nothing if both are links to the same file
+        if current.exists():
+            self._store.check_replaceable(name)
+            previous.parent.mkdir(exist_ok=True)
+            shutil.copyfile(current, part)
+            os.replace(part, previous)
+        os.replace(file, current)
 
     def _drop_canary(self, name: str) -> None:
-        self.canary(name).unlink(missing_ok=True)
-        self.canary(name).with_suffix(".json").unlink(missing_ok=True)
-
-    def _check_replaceable(self, name: str) -> None:
-        try:
-            self._store.check_replaceable(name)
-        except StoreError as problem:
-            raise HttpError(409, str(problem)) from problem
+        for path in (self.canary(name), self.canary(name).with_suffix(".json")):
+            path.unlink(missing_ok=True)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -121,10 +111,3 @@ class Versions:
 def _require(path: Path, message: str) -> None:
     if not path.exists():
         raise HttpError(404, message)
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # the file system has no hard links
-        shutil.copyfile(source, target)

@@ -13,7 +13,7 @@ from bitgraft.data.images import Images
 from bitgraft.data.preprocessing import Preprocessing, evaluation_tensor
 from bitgraft.errors import TaskError
 from bitgraft.network import Network
-from bitgraft.runtime.identify.decision import Decision, described, union_scores
+from bitgraft.runtime.identify.decision import Identified, described, union_scores
 from bitgraft.workflows.prediction import ONE, best, preprocessing_of, torch_scores
 
 BATCH = 16
@@ -69,26 +69,26 @@ def find(net: Network, images: Sequence[Prepared], *, top: int = 5, tasks: int =
     wanted, stacked = preprocessings(net), dict[Preprocessing, Tensor]()
     for one in dict.fromkeys(wanted.values()):
         stacked[one] = torch.stack([image[one] for image in images]).to(net.anatomy.device, net.anatomy.dtype)
-    decision = net.decide({name: stacked[one] for name, one in wanted.items()})
-    return as_answers(decision, {name: task.classes for name, task in net.tasks.items()}, top=top, tasks=tasks)
+    decided = net.identify({name: stacked[one] for name, one in wanted.items()})
+    return as_answers(decided, {name: task.classes for name, task in net.tasks.items()}, top=top, tasks=tasks)
 
 
 def as_answers(
-    decision: Decision, classes: Mapping[str, Sequence[str] | None], *, top: int = 5, tasks: int = 3
+    decided: Identified, classes: Mapping[str, Sequence[str] | None], *, top: int = 5, tasks: int = 3
 ) -> list[dict[str, Any]]:
-    """Convert a decision to the result of `find`."""
-    found, scores, names = decision.identified.tasks, decision.identified.scores, decision.identified.names
-    answers: list[list[dict[str, Any]]] = [[] for _ in found]
-    for name, (rows, output) in decision.outputs.items():
+    """Convert what the network identified to the result of `find`."""
+    answers: list[list[dict[str, Any]]] = [[] for _ in decided.tasks]
+    for name, (rows, output) in decided.outputs.items():
         for row, one in zip(rows, output.cpu().softmax(1), strict=True):
-            if decision.best[row] == name:
+            if decided.likeliest[row] == name:
                 answers[row] = best(one, classes[name], top)
     routes = [
-        [{"task": a["class"], "score": a["probability"]} for a in best(row, names, tasks)] for row in scores.cpu()
+        [{"task": a["class"], "score": a["probability"]} for a in best(row, decided.names, tasks)]
+        for row in decided.scores.cpu()
     ]
     return [
         {"task": task, "route": route, "answers": known if task is not None else []}
-        for task, route, known in zip(found, routes, answers, strict=True)
+        for task, route, known in zip(decided.tasks, routes, answers, strict=True)
     ]
 
 
@@ -106,14 +106,14 @@ def evaluate_union(net: Network, task: str, images: Images, *, batch: int = 128,
     for batches in zip(*loaders, strict=True):
         labels = batches[0][1]
         stacked = dict(zip(parts, (pixels.to(net.anatomy.device) for pixels, _ in batches), strict=True))
-        decision = net.decide({name: stacked[one] for name, one in wanted.items()})
+        decided = net.identify({name: stacked[one] for name, one in wanted.items()})
         task_scores = torch_scores(net, task, stacked[wanted[task]])
         sums += torch.tensor(
             [
-                (union_scores(decision, net.tasks).argmax(1).cpu() == first + labels).sum(),
+                (union_scores(decided, net.tasks).argmax(1).cpu() == first + labels).sum(),
                 (task_scores.argmax(1) == labels).sum(),
-                sum(name == task for name in decision.best),
-                (decision.identified.margins < 0).sum(),
+                sum(name == task for name in decided.likeliest),
+                (decided.margins < 0).sum(),
             ]
         )
     keys = ("accuracy", "told_accuracy", "task_accuracy", "unknown")

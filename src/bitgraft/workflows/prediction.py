@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL.Image import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from bitgraft.backbone.tracing import logits
 from bitgraft.data.decode import Picture
@@ -19,6 +19,7 @@ from bitgraft.runtime.engines import EngineName, Graph, Session, make_session
 from bitgraft.runtime.heads import stated_preprocessing
 from bitgraft.runtime.module_cache import differs_in_tensors_only
 from bitgraft.runtime.onnx_graph import GraphCache
+from bitgraft.store import Backbone
 
 Answers = list[dict[str, Any]]
 """The likeliest classes first, as {"class": name, "probability": number}."""
@@ -64,6 +65,23 @@ def preprocessing_of(net: Network, task: str) -> Preprocessing:
     own = task == net.original
     stated = stated_preprocessing(net.backbone) if own else net._added(task).metadata.preprocessing
     return Preprocessing.from_dict(stated)
+
+
+def class_names(net: Network, task: str, backbone: Backbone) -> Sequence[str] | None:
+    """Return a task's class names; the backbone's own are ImageNet's, if it was trained on that."""
+    return imagenet_names(net.backbone, backbone) if task == net.original else net._added(task).classes
+
+
+def imagenet_names(network: nn.Module, backbone: Backbone) -> tuple[str, ...] | None:
+    """Return ImageNet's class names for a pretrained timm network with an ImageNet head, else None."""
+    if not hasattr(network, "pretrained_cfg") or not (backbone.pretrained or backbone.weights):
+        return None
+    from timm.data.imagenet_info import ImageNetInfo, infer_imagenet_subset
+
+    if (subset := infer_imagenet_subset(network)) is None:
+        return None
+    info = ImageNetInfo(subset)
+    return tuple(info.index_to_description(i).partition(",")[0] for i in range(info.num_classes()))  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()

@@ -1,5 +1,7 @@
 """Fit a task's description to the features of its images."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -53,8 +55,7 @@ def calibrated(description: Description, features: Tensor, logits: Tensor) -> De
     numbers = [*_moments(route), *_moments(own), 0.0]
     typical = typicality(route, own, Calibration(*numbers))
     numbers[-1] = typical.quantile(1 - ACCEPTED).item()
-    tensors = {key.rpartition(".")[2]: tensor for key, tensor in description.tensors().items()}
-    return rounded(**{**tensors, "calibration": torch.tensor(numbers)})
+    return replace(description, calibration=torch.tensor(numbers))
 
 
 def _moments(scores: Tensor) -> tuple[float, float]:

@@ -1,10 +1,6 @@
-"""Score how well an image's features fit each task's description.
-
-bitgraft uses `Likelihood`. The other scorers are baselines from the literature.
-"""
+"""Score how well an image fits each task: by the plain backbone's features, and by the task's own logits."""
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -14,11 +10,12 @@ from torch.nn import functional as F
 from bitgraft.format.description import Calibration, Description
 
 
-class Scorer(ABC):
-    """Descriptions of T tasks, padded to the same rank and number of classes and stacked on a device."""
+class Likelihood:
+    """log p(x | task) of T tasks, each a mixture with one Gaussian per class, up to a constant that tasks share.
 
-    whitens = True
-    """Divide coordinates by their standard deviations."""
+    Unlike Mahalanobis distances it includes the determinants, which make scores of different tasks comparable.
+    Descriptions are padded to the same rank and number of classes, and stacked on a device.
+    """
 
     def __init__(self, descriptions: Sequence[Description], device: torch.device | str = "cpu") -> None:
         rank, classes = (max(d.classes.shape[i] for d in descriptions) for i in (1, 0))
@@ -34,16 +31,19 @@ class Scorer(ABC):
         self.noise = stack([d.noise for d in descriptions], 1)[:, 0]
         self.ranks = torch.tensor([len(d.basis) for d in descriptions], device=device)
         self.counts = torch.tensor([len(d.classes) for d in descriptions], device=device)
-        self._scale = self.variances.rsqrt() if self.whitens else torch.ones_like(self.variances)
+        self._scale = self.variances.rsqrt()
         self._means = self.classes * self._scale[:, None]  # (T, classes, rank)
         absent = torch.arange(classes, device=device) >= self.counts[:, None]
         self._squares = self._means.square().sum(2).masked_fill(absent, math.inf)[:, None]  # (T, 1, classes)
         self._centre = torch.einsum("trf,tf->tr", self.basis, self.mean)
         self._lengths = self.mean.square().sum(1)
 
-    @abstractmethod
     def __call__(self, features: Tensor) -> Tensor:
         """Score features (N, features) -> (N, T); higher is better."""
+        inside, outside = self.projected(features)
+        volume = self.variances.log().sum(1) + (self.width - self.ranks) * self.noise.log()
+        mixture = (-self.distances(inside) / 2).logsumexp(2) - self.counts.log()
+        return mixture - (outside / self.noise + volume) / 2
 
     def projected(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Return coordinates in each task's basis, (N, T, rank), and the squared length of the residual, (N, T)."""
@@ -52,50 +52,10 @@ class Scorer(ABC):
         return inside, (centred - inside.square().sum(2)).clamp_min(0)
 
     def distances(self, inside: Tensor) -> Tensor:
-        """Return squared distances to class means, (N, T, classes), infinite where a task has fewer classes."""
+        """Return squared distances to class means in standard deviations, (N, T, classes), infinite where absent."""
         scaled = (inside * self._scale).transpose(0, 1)  # (T, N, rank)
         squares = scaled.square().sum(2, keepdim=True) + self._squares
         return torch.baddbmm(squares, scaled, self._means.transpose(1, 2), alpha=-2).clamp_min(0).transpose(0, 1)
-
-
-class NearestMean(Scorer):
-    """Minus the squared Euclidean distance to the nearest class mean."""
-
-    whitens = False
-
-    def __call__(self, features: Tensor) -> Tensor:
-        inside, outside = self.projected(features)
-        return -(self.distances(inside).amin(2) + outside)
-
-
-class Mahalanobis(Scorer):
-    """Minus the squared Mahalanobis distance of normalised features to the nearest class mean (Mahalanobis++)."""
-
-    def __call__(self, features: Tensor) -> Tensor:
-        inside, outside = self.projected(features)
-        return -(self.distances(inside).amin(2) + outside / self.noise)
-
-
-class RelativeMahalanobis(Scorer):
-    """Mahalanobis minus the distance to one Gaussian over all classes of the task (Ren et al. 2021)."""
-
-    def __call__(self, features: Tensor) -> Tensor:
-        inside, _ = self.projected(features)
-        spread = self.variances + self.classes.square().sum(1) / self.counts[:, None]
-        return (inside.square() / spread).sum(2) - self.distances(inside).amin(2)
-
-
-class Likelihood(Scorer):
-    """log p(x | task) of a mixture with one Gaussian per class, up to a constant that all tasks share.
-
-    Unlike Mahalanobis distances it includes the determinants, which make scores of different tasks comparable.
-    """
-
-    def __call__(self, features: Tensor) -> Tensor:
-        inside, outside = self.projected(features)
-        volume = self.variances.log().sum(1) + (self.width - self.ranks) * self.noise.log()
-        mixture = (-self.distances(inside) / 2).logsumexp(2) - self.counts.log()
-        return mixture - (outside / self.noise + volume) / 2
 
 
 def energy(logits: Tensor) -> Tensor:
