@@ -15,7 +15,6 @@ from bitgraft.errors import TaskError
 from bitgraft.transforms.base import Prunable, Transform, widened
 from bitgraft.transforms.levels import Levels, fit_cells_to_file
 from bitgraft.transforms.masked import Masked, transformed
-from bitgraft.transforms.shared_masks import own_mask
 
 if TYPE_CHECKING:
     from bitgraft.format.description import Description
@@ -203,13 +202,13 @@ class Task(nn.Module):
         """Copy another task's masks, k and norm layers, but not its head."""
         theirs, stored, head = earlier.transforms, earlier.stored(), set(self.anatomy.head_names())
         for name, transform in self.transforms.items():
-            mine, other = own_mask(transform), theirs.get(name)
-            if mine is None or not isinstance(other, Masked):
+            other = theirs.get(name)
+            if not isinstance(transform, Masked) or type(other) is not Masked:
                 raise TaskError(
                     f"a task cannot start from {earlier.name!r}, whose {name!r} has no mask of its own: start from a "
                     "task of method full that borrows nothing"
                 )
-            mine.start_as(other, self.anatomy.tensor(name))
+            transform.start_as(other, self.anatomy.tensor(name))
         with torch.no_grad():
             for name, tensor in self.owned.items():
                 if name in stored and name not in head:

@@ -52,7 +52,7 @@ def _check(subjects: Sequence[Subject]) -> None:
     tasks = {subject.name: subject.net.tasks[subject.name] for subject in subjects}
     masked = {weight: name for name, task in tasks.items() for weight in task.transforms}
     for name, task in tasks.items():
-        if task.metadata.head != "classes" or not all(isinstance(t, Masked) for t in task.transforms.values()):
+        if task.metadata.head != "classes" or not all(type(t) is Masked for t in task.transforms.values()):
             raise ExportError(
                 f"task {name!r} (method {task.metadata.method!r}, head {task.metadata.head!r}) cannot share a file: "
                 "only tasks made of masks and classes can; export it separately"

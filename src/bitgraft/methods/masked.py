@@ -83,7 +83,7 @@ def masked(
 ) -> Transform:
     from bitgraft.transforms.levels import Levels
     from bitgraft.transforms.masked import Masked
-    from bitgraft.transforms.shared_masks import Borrowing, own_mask
+    from bitgraft.transforms.shared_masks import Borrowing
 
     bits = options.bits if isinstance(options, FullOptions) else None
     low, high = options.init if bits is None else (0.0, 0.0)
@@ -91,9 +91,8 @@ def masked(
     if bits is not None:
         require(not before, "bits", bits, "this does not work with masks of earlier tasks; leave out one of the two")
         return Levels(weight, scores)
-    own = Masked(weight, options.rule(weight), scores)
-    earlier = [mask for transform in before if (mask := own_mask(transform)) is not None]
-    return Borrowing(own, earlier, tensor.device) if earlier else own
+    rule, earlier = options.rule(weight), [mask for mask in before if isinstance(mask, Masked)]
+    return Borrowing(weight, rule, scores, earlier) if earlier else Masked(weight, rule, scores)
 
 
 FULL = "masks with a learned scale, shift and product term; own norm layers (the paper)"
