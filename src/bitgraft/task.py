@@ -12,9 +12,10 @@ from torch.amp.autocast_mode import is_autocast_available
 from bitgraft.backbone.anatomy import Anatomy
 from bitgraft.backbone.files import check_name as check_name
 from bitgraft.errors import TaskError
-from bitgraft.transforms.base import Prunable, Transform, widened
+from bitgraft.transforms.base import Transform, widened
 from bitgraft.transforms.levels import Levels, fit_cells_to_file
 from bitgraft.transforms.masked import Masked, transformed
+from bitgraft.transforms.packed import Packed
 
 if TYPE_CHECKING:
     from bitgraft.format.description import Description
@@ -230,7 +231,7 @@ class Task(nn.Module):
 
     def prune(self, share: float) -> "Task":
         """Release the smallest `share` of the weights that this task owns in each layer (PackNet)."""
-        prunable = [t for t in self.transforms.values() if isinstance(t, Prunable)]
+        prunable = [t for t in self.transforms.values() if isinstance(t, Packed)]
         if not prunable:
             raise TaskError(f"task {self.name!r} has method {self.metadata.method!r}, which has nothing to prune")
         if not 0 <= share < 1:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from bitgraft.backbone.files import aligned_buffer, check_name, read_whole, write_atomically
-from bitgraft.backbone.layers import COUNTER
 from bitgraft.errors import CorruptError, TaskError
 from bitgraft.format import compact, container, description, entropy_coding
 from bitgraft.format.description import Description
 from bitgraft.format.header import CODED, HEAD
 from bitgraft.format.metadata import FileInfo, Shapes, read_info, write_info
 from bitgraft.task import Task
+from bitgraft.transforms.base import COUNTER
 from bitgraft.transforms.bits import is_finite, packed_size
 from bitgraft.transforms.levels import Levels
 

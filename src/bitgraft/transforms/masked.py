@@ -178,11 +178,7 @@ class Masked(ScoredTransform):
         return self.weight.shape.numel() + 32 * channels * len(self.rule.learned)
 
     def parts(self) -> dict[str, Tensor]:
-        if self.packed is not None:
-            return {"mask": self.packed, "k": self.constants}
-        if self.scores is not None:
-            return {"mask": pack(self.mask()), "k": self.values().detach()}
-        return self._empty_parts()
+        return {"mask": self.packed if self.packed is not None else pack(self.mask()), "k": self.values().detach()}
 
     def _part_shapes(self) -> dict[str, tuple[int, ...]]:
         k = (4, self.weight.outputs) if self.rule.per_channel else (4,)
