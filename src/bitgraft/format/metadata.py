@@ -76,7 +76,7 @@ def read_info(about: Mapping[str, Any], source: str) -> FileInfo:
     metadata = Metadata(
         name=check_name(about["name"]),
         method=method.name,
-        options=registry.plain(_options(method, about["options"], source)),
+        options=asdict(_options(method, about["options"], source)),
         head=about["head"],
         classes=_classes(about["classes"], about["head"], source),
         preprocessing=about["preprocessing"],
@@ -118,7 +118,7 @@ def _method(name: Any, source: str) -> registry.Method:
 
 
 def _options(method: registry.Method, given: Mapping[str, Any], source: str) -> registry.Options:
-    if unknown := sorted(set(given) - set(registry.plain(method.options))):
+    if unknown := sorted(set(given) - set(asdict(method.options))):
         raise NewerFormatError(
             f"{source}: this bitgraft has no option {unknown[0]!r} for method {method.name!r}: install a newer one"
         )

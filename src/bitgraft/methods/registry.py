@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -182,8 +182,3 @@ def uniform(
         return out
     values = torch.rand(shape, generator=rng)  # drawn on the CPU, so that a seed gives the same values on every device
     return out.copy_(values.mul_(high - low).add_(low))
-
-
-def plain(options: Options) -> dict[str, Any]:
-    """Return options as a dict of plain values, as task files store them."""
-    return asdict(options)

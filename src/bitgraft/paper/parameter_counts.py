@@ -20,8 +20,8 @@ from bitgraft.methods.preset_options import preset_options
 from bitgraft.paper.report.results import published
 from bitgraft.task import Task
 from bitgraft.transforms.base import COUNTER
+from bitgraft.transforms.baselines import LowRank
 from bitgraft.transforms.bits import packed_size
-from bitgraft.transforms.low_rank import LowRank
 from bitgraft.transforms.masked import Masked
 
 

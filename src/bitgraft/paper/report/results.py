@@ -4,7 +4,7 @@ import statistics
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ def _defaults(method: str) -> dict[str, Any]:
     from bitgraft.methods import registry  # imports torch, which no other table needs
 
     try:
-        return dict(registry.plain(registry.get(method).options))
+        return asdict(registry.get(method).options)
     except BitgraftError:  # a method of another installation
         return {}
 
