@@ -25,7 +25,7 @@ from bitgraft.data.dataset import ImageDataset
 from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.data.splits import open_data
 from bitgraft.format.archive import pack_task, to_bytes
-from bitgraft.format.inspect import inspect_archive
+from bitgraft.format.summary import summarize
 from bitgraft.network import Network
 from bitgraft.paper.figures import draw, save
 from bitgraft.store import Store
@@ -75,8 +75,8 @@ def measured(net: Network, copy: Task, row: str, data: str) -> dict[str, Any]:
         if kind == CALIBRATED:
             images = training_images(splits.train, splits, preprocessing, CALIBRATION)
         made = compress(net, "made", copy, bits=float(given), calibrate_on=images)
-        archive = pack_task(made.task, "0" * 64)
-        bits = inspect_archive(archive, len(to_bytes(archive))).bits_per_weight
+        data = to_bytes(pack_task(made.task, "0" * 64))
+        bits = summarize(memoryview(data), "the made task").bits_per_weight
     spent = time.process_time() - begun
     accuracy = evaluate(net, "made", test)["accuracy"]
     net.remove_task("made")

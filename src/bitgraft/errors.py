@@ -45,93 +45,73 @@ class BitgraftError(Exception):
     """The base class: `except BitgraftError` catches everything that the user can fix."""
 
 
-class BackboneError(BitgraftError, ValueError):
-    pass
+class BackboneError(BitgraftError, ValueError): ...
 
 
 class BackboneWarning(UserWarning):
     """A backbone works, but tasks can change little of it."""
 
 
-class UnknownBackboneError(BackboneError):
-    pass
+class UnknownBackboneError(BackboneError): ...
 
 
-class TaskError(BitgraftError, ValueError):
-    pass
+class TaskError(BitgraftError, ValueError): ...
 
 
 class UnknownTaskError(TaskError, KeyError):
     __str__ = Exception.__str__  # KeyError would quote the message
 
 
-class NoFreeWeightsError(TaskError):
-    pass
+class NoFreeWeightsError(TaskError): ...
 
 
-class TrainingError(BitgraftError, RuntimeError):
-    pass
+class TrainingError(BitgraftError, RuntimeError): ...
 
 
-class StoppedError(TrainingError):
-    pass
+class StoppedError(TrainingError): ...
 
 
 class DataWarning(UserWarning):
     """The images can be used for training, but the task may be poor."""
 
 
-class DataError(BitgraftError, ValueError):
-    pass
+class DataError(BitgraftError, ValueError): ...
 
 
-class StoreError(BitgraftError, ValueError):
-    pass
+class StoreError(BitgraftError, ValueError): ...
 
 
-class SuiteError(BitgraftError, ValueError):
-    pass
+class SuiteError(BitgraftError, ValueError): ...
 
 
-class ServingError(BitgraftError, ValueError):
-    pass
+class ServingError(BitgraftError, ValueError): ...
 
 
-class FigureError(BitgraftError, ValueError):
-    pass
+class FigureError(BitgraftError, ValueError): ...
 
 
-class ExportError(BitgraftError, ValueError):
-    pass
+class ExportError(BitgraftError, ValueError): ...
 
 
-class SharingError(BitgraftError, ValueError):
-    pass
+class SharingError(BitgraftError, ValueError): ...
 
 
-class ArchiveError(BitgraftError, ValueError):
-    pass
+class ArchiveError(BitgraftError, ValueError): ...
 
 
-class CorruptError(ArchiveError):
-    pass
+class CorruptError(ArchiveError): ...
 
 
-class NewerFormatError(ArchiveError):
-    pass
+class NewerFormatError(ArchiveError): ...
 
 
-class WrongBackboneError(ArchiveError):
-    pass
+class WrongBackboneError(ArchiveError): ...
 
 
-class UnsafeNameError(ArchiveError, TaskError):
-    pass
+class UnsafeNameError(ArchiveError, TaskError): ...
 
 
-class ClassesError(ArchiveError, TaskError):
-    pass
+class ClassesError(ArchiveError, TaskError): ...
 
 
-class MissingTaskError(ArchiveError):
-    pass
+class MissingTaskError(ArchiveError): ...

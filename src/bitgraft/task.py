@@ -12,10 +12,10 @@ from torch.amp.autocast_mode import is_autocast_available
 from bitgraft.backbone.anatomy import Anatomy
 from bitgraft.backbone.files import check_name as check_name
 from bitgraft.errors import TaskError
-from bitgraft.transforms.base import Prunable, Transform, rms, widened
+from bitgraft.transforms.base import Transform, rms, widened
 from bitgraft.transforms.levels import Levels, fit_cells_to_file
 from bitgraft.transforms.masked import Masked, transformed
-from bitgraft.transforms.shared_masks import own_mask
+from bitgraft.transforms.packed import Packed
 
 if TYPE_CHECKING:
     from bitgraft.format.description import Description
@@ -203,13 +203,13 @@ class Task(nn.Module):
         """Copy another task's masks, k and norm layers, but not its head."""
         theirs, stored, head = earlier.transforms, earlier.stored(), set(self.anatomy.head_names())
         for name, transform in self.transforms.items():
-            mine, other = own_mask(transform), theirs.get(name)
-            if mine is None or not isinstance(other, Masked):
+            other = theirs.get(name)
+            if not isinstance(transform, Masked) or type(other) is not Masked:
                 raise TaskError(
                     f"a task cannot start from {earlier.name!r}, whose {name!r} has no mask of its own: start from a "
                     "task of method full that borrows nothing"
                 )
-            mine.start_as(other, self.anatomy.tensor(name))
+            transform.start_as(other, self.anatomy.tensor(name))
         with torch.no_grad():
             for name, tensor in self.owned.items():
                 if name in stored and name not in head:
@@ -231,7 +231,7 @@ class Task(nn.Module):
 
     def prune(self, share: float) -> "Task":
         """Release the smallest `share` of the weights that this task owns in each layer (PackNet)."""
-        prunable = [t for t in self.transforms.values() if isinstance(t, Prunable)]
+        prunable = [t for t in self.transforms.values() if isinstance(t, Packed)]
         if not prunable:
             raise TaskError(f"task {self.name!r} has method {self.metadata.method!r}, which has nothing to prune")
         if not 0 <= share < 1:

@@ -382,7 +382,7 @@ def test_faults_with_a_valid_checksum(edit: Any, error: type[Exception], match: 
             "adapters-series",
             tensor("0.weight:tail.norm.num_batches_tracked", "I64", []),
             CorruptError,
-            "expected nothing",
+            "int64, expected torch.float32",
         ),
     ],
 )

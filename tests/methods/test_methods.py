@@ -13,10 +13,8 @@ import bitgraft
 from bitgraft.errors import TaskError
 from bitgraft.methods import registry
 from bitgraft.transforms.base import Weight
-from bitgraft.transforms.low_rank import LowRank
+from bitgraft.transforms.baselines import LowRank, Parallel, Recombined, Series
 from bitgraft.transforms.masked import Masked
-from bitgraft.transforms.recombined import Recombined
-from bitgraft.transforms.residual_adapters import Parallel, Series
 
 DOCS = Path(__file__).parents[2] / "docs" / "methods.md"
 METHODS = bitgraft.method_names()

@@ -16,7 +16,6 @@ from bitgraft.paper.report.records import Suite, as_lines, read_records, read_su
 from bitgraft.paper.report.render import Table
 from bitgraft.paper.report.results import (
     Results,
-    accuracy,
     gather,
     published_table,
     published_tables,
@@ -226,34 +225,34 @@ def test_no_seed_and_one_seed() -> None:
 def test_means_totals_and_their_spread_go_by_seed(tmp_path: Path) -> None:
     grid = {("gtsrb", 0): 0.9, ("gtsrb", 1): 0.7, ("dtd", 0): 0.3, ("dtd", 1): 0.5}
     one = results(tmp_path, *(record("full", name, seed, test) for (name, seed), test in grid.items()))
-    mean = one.rows["full"].total(one.datasets, accuracy, statistics.fmean)
+    mean = one.rows["full"].total(one.datasets, statistics.fmean)
     assert (mean.mean, mean.sd, mean.n) == (pytest.approx(60), pytest.approx(0), 2)  # 60 for either seed
-    assert one.rows["full"].cell("gtsrb", accuracy).sd == pytest.approx(statistics.stdev([90, 70]))
+    assert one.rows["full"].cell("gtsrb").sd == pytest.approx(statistics.stdev([90, 70]))
 
 
 def test_seeds_that_differ_between_data_sets_give_no_spread_of_the_mean(tmp_path: Path) -> None:
     one = results(
         tmp_path, record("full", "gtsrb", 0, 0.9), record("full", "gtsrb", 1, 0.7), record("full", "dtd", 0, 0.4)
     )
-    mean = one.rows["full"].total(one.datasets, accuracy, statistics.fmean)
+    mean = one.rows["full"].total(one.datasets, statistics.fmean)
     assert (mean.mean, mean.sd, mean.n) == (pytest.approx(60), None, 1)
 
 
 def test_last_epoch_by_default_and_selected_when_asked(tmp_path: Path) -> None:
-    assert results(tmp_path / "a", record()).rows["full"].accuracies("gtsrb") == {0: pytest.approx(80)}
+    assert results(tmp_path / "a", record()).rows["full"].values["gtsrb"] == {0: pytest.approx(80)}
     one = results(tmp_path / "b", record(), selected=True)
-    assert one.rows["full"].accuracies("gtsrb") == {0: pytest.approx(25)}
+    assert one.rows["full"].values["gtsrb"] == {0: pytest.approx(25)}
     assert "epoch selected on validation" in decathlon_table(one).caption
     blind = results(tmp_path / "c", record(selected=None), selected=True)
-    assert blind.rows["full"].accuracies("gtsrb") == {}
+    assert blind.rows["full"].values["gtsrb"] == {}
 
 
 def test_validation_accuracies_are_shown_when_asked(tmp_path: Path) -> None:
     one = results(tmp_path / "a", record(), validation=True)
-    assert one.rows["full"].accuracies("gtsrb") == {0: pytest.approx(50)}
+    assert one.rows["full"].values["gtsrb"] == {0: pytest.approx(50)}
     assert "on the validation set, last epoch" in decathlon_table(one).caption
     one = results(tmp_path / "b", record(), validation=True, selected=True)
-    assert one.rows["full"].accuracies("gtsrb") == {0: pytest.approx(60)}
+    assert one.rows["full"].values["gtsrb"] == {0: pytest.approx(60)}
 
 
 OWN = [record("original", "imagenet", test=0.762, method="classifier", bits=0)]
@@ -279,7 +278,7 @@ def test_on_the_backbones_own_data_every_row_has_its_accuracy(tmp_path: Path) ->
     assert any(note.endswith(said) for note in table.notes)
     assert any("is not pruned here" in note for note in table.notes)
     assert "Missing: never on all; Adapters-joint on ImageNet." in table.notes
-    mean = one.rows["full"].total(one.datasets, accuracy, statistics.fmean)
+    mean = one.rows["full"].total(one.datasets, statistics.fmean)
     assert (mean.mean, mean.n) == (pytest.approx((76.2 + 81) / 2), 3)
     assert mean.sd == pytest.approx(0.5)
     assert [line.title for line in cost_table(one).lines] == [
@@ -294,8 +293,8 @@ def test_on_the_backbones_own_data_every_row_has_its_accuracy(tmp_path: Path) ->
 def test_a_joint_row_that_trained_on_the_backbones_data_has_its_own_accuracy(tmp_path: Path) -> None:
     runs = [record("adapters-joint", "imagenet", test=0.5, bits=100), record("full", "cubs")]
     one = results(tmp_path, *OWN, *runs, suite={"name": "mini", "form": "accuracy"})
-    assert one.rows["adapters-joint"].accuracies("imagenet") == {0: 50}
-    assert one.rows["full"].accuracies("imagenet") == {0: pytest.approx(76.2)}
+    assert one.rows["adapters-joint"].values["imagenet"] == {0: 50}
+    assert one.rows["full"].values["imagenet"] == {0: pytest.approx(76.2)}
     assert one.rows["full"].parameters(one.datasets) == pytest.approx(1.1)
 
 

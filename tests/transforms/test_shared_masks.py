@@ -33,10 +33,9 @@ from bitgraft.format.inspect import inspect_file
 from bitgraft.sharing.pulling import fetch, install
 from bitgraft.store import Backbone, Store
 from bitgraft.training.presets import QUICK
-from bitgraft.transforms.base import Weight
 from bitgraft.transforms.bits import pack, packed_size
-from bitgraft.transforms.masked import Masked, MaskRule
-from bitgraft.transforms.shared_masks import Borrowing, LearnedTerms, borrowed_terms, own_mask
+from bitgraft.transforms.masked import Masked
+from bitgraft.transforms.shared_masks import Borrowing, LearnedTerms, borrowed_terms
 from bitgraft.workflows.train_task import Request, open_store, train
 
 IMAGES = batch(6)
@@ -115,8 +114,8 @@ def test_a_task_runs_with_the_whole_equation(per):
             transform, base = task.transforms[name], net.anatomy.tensor(name).detach()
             masks = [net.tasks[other].transforms[name].mask() for other in ("a", "b")]
             extra = torch.tensor(reference(base, masks, transform.borrowed.detach())).view(base.shape)
-            own, mask = transform.own, transform.own.mask()
-            k = own.values().detach().view(4, *(own.weight.channel_shape if per == "channel" else ()))
+            mask = transform.mask()
+            k = transform.values().detach().view(4, *(transform.weight.channel_shape if per == "channel" else ()))
             whole = k[0] * base + k[1] + k[2] * mask + k[3] * base * mask + extra
             torch.testing.assert_close(weight, whole.float(), rtol=1e-5, atol=1e-6)
             assert not torch.equal(weight, base)
@@ -131,7 +130,7 @@ def test_a_borrowing_task_starts_exactly_as_one_without():
     for task in (plain, mixing):
         task.scale_k2_by_r(1e-3, seed=3)
     for name in plain.transforms:
-        assert torch.equal(plain.transforms[name].scores, mixing.transforms[name].own.scores)
+        assert torch.equal(plain.transforms[name].scores, mixing.transforms[name].scores)
     assert [(role, p.shape) for role, p in plain.roles()] == [
         (role, p.shape) for role, p in mixing.roles() if p.shape != (2, 2)
     ]
@@ -287,7 +286,7 @@ def test_a_task_that_borrows_can_be_borrowed_from_and_none_of_them_removed(tmp_p
     third = nudge(net.add_task("third", classes=2, preset=None, borrow=["new"]), 9)
     assert list(third.metadata.depends_on) == ["new"]
     assert torch.equal(
-        third.transforms["stem.weight"]._earlier[0].packed, net.tasks["new"].transforms["stem.weight"].own.packed
+        third.transforms["stem.weight"]._earlier[0].packed, net.tasks["new"].transforms["stem.weight"].packed
     )
     for earlier, later in (("a", "new"), ("new", "third")):
         with pytest.raises(TaskError, match=f"'{earlier}' cannot be removed: '{later}' would not run without it"):
@@ -304,7 +303,7 @@ def test_weights_that_an_earlier_task_owns_are_not_borrowed(tmp_path):
     net = network()
     nudge(net.add_task("a", classes=3, preset=None, own="stem.weight"))
     task = nudge(net.add_task("new", classes=3, preset=None, borrow=["a"]))
-    assert isinstance(task.transforms["stem.weight"], Masked)
+    assert type(task.transforms["stem.weight"]) is Masked
     assert isinstance(task.transforms["pointwise.weight"], Borrowing)
     again = network()
     for name in ("a", "new"):
@@ -447,15 +446,6 @@ def test_what_a_task_cannot_start_from(start, options, error, said):
     with pytest.raises(error, match=said):
         net.add_task("new", classes=2, preset=None, start=start, **options)
     assert "new" not in net.tasks
-
-
-def test_own_mask():
-    rule = MaskRule((None,) * 4, 0.0, "identity", False)
-    own, other = (Masked(Weight("w", torch.Size((2, 2)), "linear"), rule, torch.ones(2, 2)) for _ in range(2))
-    assert own_mask(own) is own
-    assert own_mask(Borrowing(own, [other], torch.device("cpu"))) is own
-    assert own_mask(nn.Identity()) is None
-    assert own_mask(None) is None
 
 
 CONFIG = QUICK.changed(epochs=1, batch=8, size=16)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from bitgraft.backbone.checks import refuse, warn_of_shared
 from bitgraft.backbone.head_layers import find_heads, heads_hint, named_heads, within
 from bitgraft.backbone.layers import (
-    COUNTER,
     is_conv,
     is_norm,
     is_transposed,
@@ -28,7 +27,7 @@ from bitgraft.backbone.layers import (
 )
 from bitgraft.backbone.tracing import Example, Trace, trace
 from bitgraft.errors import BackboneError
-from bitgraft.transforms.base import Weight
+from bitgraft.transforms.base import COUNTER, Weight
 
 Patterns = str | Sequence[str]
 Places = dict[str, list[tuple[str, str]]]

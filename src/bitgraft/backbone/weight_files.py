@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bitgraft.backbone.files import PACKAGE, write_atomically
-from bitgraft.backbone.layers import COUNTER
 from bitgraft.errors import BackboneError
+from bitgraft.transforms.base import COUNTER
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
 WRAPPERS = ("state_dict", "model_state_dict", "model", "net")  # keys under which training scripts store a state dict

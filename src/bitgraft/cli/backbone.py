@@ -164,5 +164,5 @@ def methods(as_json: AsJson = False) -> None:
     """List the methods with their equations."""
     known = [registry.get(name) for name in registry.method_names()]
     rows = [{"name": one.name, "equation": one.equation, "summary": one.summary} for one in known]
-    data = [{**row, "options": registry.plain(one.options)} for row, one in zip(rows, known, strict=True)]
+    data = [{**row, "options": asdict(one.options)} for row, one in zip(rows, known, strict=True)]
     show(as_json, data, table(["method", "equation", "description"], [list(row.values()) for row in rows]))

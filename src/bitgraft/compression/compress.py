@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from bitgraft.backbone.layers import COUNTER
 from bitgraft.backbone.tracing import logits
 from bitgraft.compression.distil import CALIBRATION, ON_DRAWINGS, calibrate
 from bitgraft.compression.drawings import Drawings
@@ -26,6 +25,7 @@ from bitgraft.training.callbacks import Callback
 from bitgraft.training.config import Config
 from bitgraft.training.evaluation import evaluate
 from bitgraft.training.mean_shift_correction import corrected_weights
+from bitgraft.transforms.base import COUNTER
 from bitgraft.transforms.levels import Levels
 
 METHOD, BITS = "full", 1.0

@@ -15,7 +15,6 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
 
 from bitgraft import __version__
-from bitgraft.backbone.layers import COUNTER
 from bitgraft.backbone.tracing import logits, private_copy
 from bitgraft.errors import ExportError
 from bitgraft.export.onnx_file import check_scores, convert, open_session
@@ -23,7 +22,7 @@ from bitgraft.export.plain import TRACED, Subject
 from bitgraft.network import Network
 from bitgraft.runtime.onnx_graph import IMAGES, program
 from bitgraft.task import Task, dotless, dotted
-from bitgraft.transforms.base import Weight
+from bitgraft.transforms.base import COUNTER, Weight
 from bitgraft.transforms.bits import pack, packed_size
 from bitgraft.transforms.masked import START, Masked
 
@@ -52,7 +51,7 @@ def _check(subjects: Sequence[Subject]) -> None:
     tasks = {subject.name: subject.net.tasks[subject.name] for subject in subjects}
     masked = {weight: name for name, task in tasks.items() for weight in task.transforms}
     for name, task in tasks.items():
-        if task.metadata.head != "classes" or not all(isinstance(t, Masked) for t in task.transforms.values()):
+        if task.metadata.head != "classes" or not all(type(t) is Masked for t in task.transforms.values()):
             raise ExportError(
                 f"task {name!r} (method {task.metadata.method!r}, head {task.metadata.head!r}) cannot share a file: "
                 "only tasks made of masks and classes can; export it separately"

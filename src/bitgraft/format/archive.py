@@ -6,19 +6,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bitgraft.backbone.files import aligned_buffer, check_name, read_whole, write_atomically
-from bitgraft.backbone.layers import COUNTER
 from bitgraft.errors import CorruptError, TaskError
 from bitgraft.format import compact, container, description, entropy_coding
 from bitgraft.format.description import Description
 from bitgraft.format.header import CODED, HEAD
-from bitgraft.format.metadata import HeadLayer, Metadata, Shapes, read_metadata, write_metadata
+from bitgraft.format.metadata import FileInfo, Shapes, read_info, write_info
 from bitgraft.task import Task
+from bitgraft.transforms.base import COUNTER
 from bitgraft.transforms.bits import is_finite, packed_size
 from bitgraft.transforms.levels import Levels
 
@@ -26,22 +25,10 @@ PACKED = {"mask", "free"}  # parts with one bit per weight
 
 
 @dataclass(frozen=True)
-class Archive:
+class Archive(FileInfo):
     """The contents of a task file, read and checked, but not yet attached to a backbone."""
 
-    metadata: Metadata
-    backbone: str
-    """The fingerprint of the task's backbone."""
-    head_layer: HeadLayer
-    """The name of the backbone's last layer, or layers; None for a backbone that returns features."""
-    shapes: Shapes
-    """The shapes of the transformed weights, in the order of the forward pass."""
-    metrics: Mapping[str, Any]
     tensors: Mapping[str, Tensor] = field(repr=False)
-    format: int = 1
-    """The format version: 2 for a compact task, 3 for one with a description, 1 otherwise."""
-    sizes: Mapping[str, int] = field(default_factory=dict, compare=False)
-    """The bytes of each key in the file that this was read from."""
     description: Description | None = field(default=None, compare=False)
 
     def parts(self) -> dict[str, dict[str, Tensor]]:
@@ -96,13 +83,11 @@ def from_bytes(data: bytes | memoryview, source: str = "the task file") -> Archi
         given, data = data, aligned_buffer(len(data))
         data[:] = given
     about, tensors = container.decode(data, source)
-    version, sizes = about["format"], {key: tensor.nbytes for key, tensor in tensors.items()}
-    metadata, shapes, head_layer = read_metadata(about, source)
-    found = description.take(tensors, len(metadata.classes or ()), source) if version > 2 else None
-    if version > 1:
-        tensors = compact.unpack(tensors, about, shapes, source)
-    tensors = _decode_masks(tensors, shapes, source)
-    archive = Archive(metadata, about["backbone"], head_layer, shapes, about["metrics"], tensors, version, sizes, found)
+    info = read_info(about, source)
+    described = description.take(tensors, len(info.metadata.classes or ()), source) if info.format > 2 else None
+    if info.format > 1:
+        tensors = compact.unpack(tensors, about, info.shapes, source)
+    archive = Archive(**vars(info), tensors=_decode_masks(tensors, info.shapes, source), description=described)
     _check_parts(archive, source)
     return archive
 
@@ -147,14 +132,7 @@ def content_hash(archive: Archive) -> str:
 
 
 def _pieces(archive: Archive, coded: bool) -> list[bytes | memoryview]:
-    about = {
-        **write_metadata(archive.metadata),
-        "backbone": archive.backbone,
-        "format": archive.format,
-        "head_layer": archive.head_layer,
-        "shapes": dict(archive.shapes),
-        "metrics": dict(archive.metrics),
-    }
+    about = write_info(archive)
     tensors = _encode_masks(archive.tensors) if coded else archive.tensors
     if archive.format > 1:
         tensors, packed = compact.pack(tensors, archive.shapes)

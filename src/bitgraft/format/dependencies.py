@@ -11,7 +11,7 @@ from bitgraft.format import archive
 from bitgraft.format.metadata import Metadata
 from bitgraft.methods import registry
 from bitgraft.task import Task
-from bitgraft.transforms.shared_masks import own_mask
+from bitgraft.transforms.masked import Masked
 
 Tasks = Mapping[str, Task]
 
@@ -34,8 +34,7 @@ def choose(method: registry.Method, tasks: Tasks, borrow: Sequence[str]) -> list
 def freeze(earlier: Iterable[Task]) -> None:
     """Freeze tasks that another task depends on."""
     for task in earlier:
-        masks = map(own_mask, task.transforms.values())
-        if task.learns() or any(mask is not None and mask.packed is None for mask in masks):
+        if task.learns() or any(isinstance(t, Masked) and t.packed is None for t in task.transforms.values()):
             task.freeze()
 
 
@@ -80,4 +79,4 @@ def _find(metadata: Metadata, tasks: Tasks, name: str, digest: str) -> Task | No
 
 
 def _has_masks(task: Task) -> bool:
-    return any(own_mask(transform) is not None for transform in task.transforms.values())
+    return any(isinstance(transform, Masked) for transform in task.transforms.values())

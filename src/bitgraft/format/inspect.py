@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from bitgraft.format import compact
-from bitgraft.format.archive import Archive, read_archive
-from bitgraft.format.summary import Summary, by_kind
+from bitgraft.backbone.files import read_whole
+from bitgraft.format.archive import Archive, from_bytes
+from bitgraft.format.summary import Summary, summarize
 from bitgraft.transforms.bits import ones
 
 
@@ -66,24 +66,15 @@ class Inspection(Summary):
 
 def inspect_file(path: str | Path) -> Inspection:
     """Read, check and inspect a task file."""
-    return inspect_archive(read_archive(path), Path(path).stat().st_size)
+    data = read_whole(path)
+    return inspect_archive(from_bytes(data, str(path)), data)
 
 
-def inspect_archive(archive: Archive, size: int) -> Inspection:
-    """Inspect an archive whose file takes `size` bytes."""
+def inspect_archive(archive: Archive, data: memoryview) -> Inspection:
+    """Inspect an archive that was read from these bytes."""
     parts = archive.parts()
     layers = tuple(_layer(name, shape, parts.get(name, {})) for name, shape in archive.shapes.items())
-    dimensions = {key: tensor.dim() for key, tensor in archive.tensors.items()}
-    sizes, about = archive.sizes or _sizes(archive), (archive.metadata, archive.backbone, archive.head_layer)
-    taken = by_kind(sizes, size, dimensions, archive.metadata.head, archive.head_layer)
-    return Inspection(*about, archive.metrics, taken, sum(layer.weights for layer in layers), layers)
-
-
-def _sizes(archive: Archive) -> dict[str, int]:
-    """Return the bytes that each key would take in a file."""
-    tensors = archive.tensors if archive.format < 2 else compact.pack(archive.tensors, archive.shapes)[0]
-    described = archive.description.tensors() if archive.description is not None else {}
-    return {key: tensor.nbytes for key, tensor in {**tensors, **described}.items()}
+    return Inspection(**vars(summarize(data, archive.metadata.name)), layers=layers)
 
 
 def _layer(name: str, shape: tuple[int, ...], parts: dict[str, Tensor]) -> Layer:

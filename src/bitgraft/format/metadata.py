@@ -39,18 +39,35 @@ class Metadata:
     """Earlier tasks that this one needs (PackNet, borrowed masks), in order, each with its content hash."""
 
 
-def write_metadata(metadata: Metadata) -> dict[str, Any]:
-    """Return the fields as JSON. Classes named 0 ... n - 1 are written as n."""
-    about, names = asdict(metadata), metadata.classes
+@dataclass(frozen=True)
+class FileInfo:
+    """What a task file says besides its tensors."""
+
+    metadata: Metadata
+    backbone: str
+    """The fingerprint of the task's backbone."""
+    head_layer: HeadLayer
+    """The name of the backbone's last layer, or layers; None for a backbone that returns features."""
+    shapes: Shapes
+    """The shapes of the transformed weights, in the order of the forward pass."""
+    metrics: Mapping[str, Any]
+    format: int = field(default=1, kw_only=True)
+    """The format version: 2 for a compact task, 3 for one with a description, 1 otherwise."""
+
+
+def write_info(info: FileInfo) -> dict[str, Any]:
+    """Return the metadata's fields as JSON. Classes named 0 ... n - 1 are written as n."""
+    about, names = asdict(info.metadata), info.metadata.classes
     if names is not None and len(names) <= COUNTED_CLASSES and names == _counted(len(names)):
         about["classes"] = len(names)
     about["leans_on"] = about.pop("depends_on")
     about["options"] = {name: value for name, value in about["options"].items() if value is not None}
-    return about
+    rest = {name: getattr(info, name) for name in ("backbone", "format", "head_layer")}
+    return {**about, **rest, "shapes": dict(info.shapes), "metrics": dict(info.metrics)}
 
 
-def read_metadata(about: Mapping[str, Any], source: str) -> tuple[Metadata, Shapes, HeadLayer]:
-    """Return the metadata, the shape of each transformed weight and the head layer. Any fault is an `ArchiveError`."""
+def read_info(about: Mapping[str, Any], source: str) -> FileInfo:
+    """Check the metadata's fields and return what they say. Any fault is an `ArchiveError`."""
     _check_fields(about, source)
     method = _method(about["method"], source)
     most = len(set(about["leans_on"].values())) if method.borrows else int(method.depends_on_previous)
@@ -59,15 +76,16 @@ def read_metadata(about: Mapping[str, Any], source: str) -> tuple[Metadata, Shap
     metadata = Metadata(
         name=check_name(about["name"]),
         method=method.name,
-        options=registry.plain(_options(method, about["options"], source)),
+        options=asdict(_options(method, about["options"], source)),
         head=about["head"],
         classes=_classes(about["classes"], about["head"], source),
         preprocessing=about["preprocessing"],
         depends_on={check_name(name): digest for name, digest in about["leans_on"].items()},
     )
     layer = about["head_layer"]
+    layer = tuple(layer) if isinstance(layer, list) else layer
     shapes = {name: tuple(shape) for name, shape in about["shapes"].items()}
-    return metadata, shapes, tuple(layer) if isinstance(layer, list) else layer
+    return FileInfo(metadata, about["backbone"], layer, shapes, about["metrics"], format=about["format"])
 
 
 def _check_fields(about: Mapping[str, Any], source: str) -> None:
@@ -100,7 +118,7 @@ def _method(name: Any, source: str) -> registry.Method:
 
 
 def _options(method: registry.Method, given: Mapping[str, Any], source: str) -> registry.Options:
-    if unknown := sorted(set(given) - set(registry.plain(method.options))):
+    if unknown := sorted(set(given) - set(asdict(method.options))):
         raise NewerFormatError(
             f"{source}: this bitgraft has no option {unknown[0]!r} for method {method.name!r}: install a newer one"
         )

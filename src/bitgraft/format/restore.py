@@ -8,16 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from bitgraft.backbone.anatomy import Anatomy, describe
-from bitgraft.backbone.layers import COUNTER
 from bitgraft.errors import ClassesError, CorruptError, TaskError, WrongBackboneError
 from bitgraft.format.archive import PACKED, Archive, stored_dtype
 from bitgraft.format.metadata import Metadata
 from bitgraft.methods import registry
 from bitgraft.task import Task
-from bitgraft.transforms.base import Transform, Weight, strided_like
-
-DTYPES = dict.fromkeys(PACKED, torch.uint8) | {"levels": torch.int8}
-"""Of parts that are not float32."""
+from bitgraft.transforms.base import COUNTER, PART_DTYPES, Transform, Weight, strided_like
 
 
 def restore_task(
@@ -28,15 +24,19 @@ def restore_task(
     `before` are the transforms of its dependencies, in the file's order.
     """
     metadata, parts, owned = archive.metadata, archive.parts(), archive.owned()
-    base = anatomy.tensors()
+    base, options = anatomy.tensors(), registry.get(metadata.method).with_options(metadata.options)
     _check_backbone(archive, anatomy, base)
-    options = registry.get(metadata.method).with_options(metadata.options)
-    transforms = {}
-    for name in archive.shapes:
-        empty = _empty_transform(
-            metadata, describe(anatomy, name), base[name], options, registry.earlier_transforms(name, before)
+    transforms = {
+        name: _restore_transform(
+            metadata,
+            options,
+            describe(anatomy, name),
+            base[name],
+            registry.earlier_transforms(name, before),
+            parts.get(name, {}),
         )
-        transforms[name] = _fill(empty, name, base[name], parts.get(name, {}))
+        for name in archive.shapes
+    }
     _check_owned(metadata, anatomy, base, owned, options)
     _check_classes(archive, anatomy, base, owned)
     held = {}
@@ -68,34 +68,31 @@ def _check_backbone(archive: Archive, anatomy: Anatomy, base: Mapping[str, Tenso
         )
 
 
-def _empty_transform(
-    metadata: Metadata, weight: Weight, tensor: Tensor, options: registry.Options, before: Sequence[Transform]
+def _restore_transform(
+    metadata: Metadata,
+    options: registry.Options,
+    weight: Weight,
+    tensor: Tensor,
+    before: Sequence[Transform],
+    parts: Mapping[str, Tensor],
 ) -> Transform:
-    """Return a transform of the right structure, still without the file's values."""
-    build = registry.get(metadata.method).build
+    """Return the transform of one weight, with the file's values."""
+    build, corrupt = registry.get(metadata.method).build, f"task {metadata.name!r} is corrupt"
     try:
-        empty = build(weight, tensor.detach(), options, None, before) if build else None
+        transform = build(weight, tensor.detach(), options, None, before) if build else None
     except TaskError as cause:
-        raise CorruptError(f"task {metadata.name!r} is corrupt: {cause}") from cause
-    if empty is None:
-        raise CorruptError(
-            f"task {metadata.name!r} is corrupt: method {metadata.method!r} does not transform {weight.name!r}"
-        )
-    return empty
-
-
-def _fill(empty: Transform, name: str, weight: Tensor, parts: Mapping[str, Tensor]) -> Transform:
-    buffers = empty.named_buffers() if empty.tail is not None else ()
-    counters = {part: torch.zeros_like(t) for part, t in buffers if part.endswith(COUNTER)}
-    for part, tensor in parts.items():
-        expected = "nothing" if part in counters else DTYPES.get(part, torch.float32)
-        if tensor.dtype != expected:
-            raise CorruptError(f"the task file is corrupt: '{name}:{part}' is {tensor.dtype}, expected {expected}")
-        used = weight.numel() % 8  # bits of the last byte, 0 if all
-        if part in PACKED and used and int(tensor[-1]) >> used:
-            raise CorruptError(f"the task file is corrupt: '{name}:{part}' has bits set after the last weight")
-    empty.restore({part: tensor.to(weight.device) for part, tensor in {**parts, **counters}.items()})
-    return empty
+        raise CorruptError(f"{corrupt}: {cause}") from cause
+    if transform is None:
+        raise CorruptError(f"{corrupt}: method {metadata.method!r} does not transform {weight.name!r}")
+    used = tensor.numel() % 8  # bits of the last byte of a mask, 0 if all
+    for part, value in parts.items():
+        key, expected = f"{weight.name}:{part}", PART_DTYPES.get(part, torch.float32)
+        if value.dtype != expected:
+            raise CorruptError(f"{corrupt}: {key!r} is {value.dtype}, expected {expected}")
+        if part in PACKED and used and int(value[-1]) >> used:
+            raise CorruptError(f"{corrupt}: {key!r} has bits set after the last weight")
+    transform.restore({part: value.to(tensor.device) for part, value in parts.items()})
+    return transform
 
 
 def _check_owned(

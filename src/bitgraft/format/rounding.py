@@ -15,9 +15,9 @@ from bitgraft.format.compact import NORM_PARTS
 from bitgraft.format.header import HEAD
 from bitgraft.methods import registry
 from bitgraft.task import Task
+from bitgraft.transforms.baselines import LowRank
 from bitgraft.transforms.bits import is_finite
 from bitgraft.transforms.levels import MAX_LEVEL, Levels
-from bitgraft.transforms.low_rank import LowRank
 from bitgraft.transforms.masked import Masked
 
 STEPS = 255

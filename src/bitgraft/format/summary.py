@@ -8,7 +8,7 @@ from typing import Any
 
 from bitgraft.backbone.files import read_whole
 from bitgraft.format.header import CODED, CODES, DESCRIPTION, GRIDS, HEAD, LEVELS, MASKS, NORMS, STEPS, read_header
-from bitgraft.format.metadata import HeadKind, HeadLayer, Metadata, read_metadata
+from bitgraft.format.metadata import FileInfo, read_info
 
 KINDS = ("masks", "levels", "k", "weights", "norms", "statistics", "head", "description", "header")
 PACKED = {MASKS: "masks", CODES: "k", GRIDS: "k", NORMS: "norms", LEVELS: "levels", STEPS: "levels"}
@@ -16,14 +16,9 @@ STATISTICS = ("running_mean", "running_var")
 
 
 @dataclass(frozen=True)
-class Summary:
+class Summary(FileInfo):
     """A task file without its tensors."""
 
-    metadata: Metadata
-    backbone: str
-    """The fingerprint of the task's backbone."""
-    head_layer: HeadLayer
-    metrics: Mapping[str, Any]
     bytes: dict[str, int]
     """By kind: masks, levels, k, other weights, norm layers, running statistics, head, description, header."""
     weights: int
@@ -74,16 +69,21 @@ class Summary:
 
 def read_summary(path: str | Path) -> Summary:
     """Read a task file and check its header and checksum."""
-    data, source = read_whole(path), str(path)
+    return summarize(read_whole(path), str(path))
+
+
+def summarize(data: memoryview, source: str) -> Summary:
+    """Return the summary of a file's bytes."""
     about, entries, _ = read_header(data, source)
-    metadata, shapes, head_layer = read_metadata(about, source)
-    sizes = {key: end - begin for key, entry in entries.items() for begin, end in [entry["data_offsets"]]}
+    info, taken = read_info(about, source), dict.fromkeys(KINDS, 0)
     dimensions = {key: len(entry["shape"]) for key, entry in entries.items()}
-    taken = by_kind(sizes, len(data), dimensions, metadata.head, head_layer)
-    masked = [name for name in shapes if {f"{name}:mask", f"{name}:mask{CODED}", MASKS} & entries.keys()]
-    masked += [name for name, shape in shapes.items() if LEVELS in entries and len(shape) > 1]
-    weights = sum(math.prod(shapes[name]) for name in masked)
-    return Summary(metadata, about["backbone"], head_layer, about["metrics"], taken, weights)
+    for key, entry in entries.items():
+        begin, end = entry["data_offsets"]
+        taken[_kind(key, dimensions, info)] += end - begin
+    taken["header"] = len(data) - sum(taken.values())
+    masked = [name for name in info.shapes if {f"{name}:mask", f"{name}:mask{CODED}", MASKS} & entries.keys()]
+    masked += [name for name, shape in info.shapes.items() if LEVELS in entries and len(shape) > 1]
+    return Summary(**vars(info), bytes=taken, weights=sum(math.prod(info.shapes[name]) for name in masked))
 
 
 def accuracy(metrics: Mapping[str, Any]) -> tuple[str | None, float | None]:
@@ -97,26 +97,15 @@ def accuracy(metrics: Mapping[str, Any]) -> tuple[str | None, float | None]:
     return None, None
 
 
-def by_kind(
-    sizes: Mapping[str, int], size: int, dimensions: Mapping[str, int], head: HeadKind, head_layer: HeadLayer
-) -> dict[str, int]:
-    """Split a file's `size` by kind, given the bytes of each key and the number of dimensions of each tensor."""
-    taken = dict.fromkeys(KINDS, 0)
-    for key, count in sizes.items():
-        taken[_kind(key, dimensions, head, head_layer)] += count
-    taken["header"] = size - sum(taken.values())
-    return taken
-
-
-def _kind(key: str, dimensions: Mapping[str, int], head: HeadKind, head_layer: HeadLayer) -> str:
+def _kind(key: str, dimensions: Mapping[str, int], info: FileInfo) -> str:
     if key in PACKED:
         return PACKED[key]
     if key.startswith(DESCRIPTION):
         return "description"
     name, colon, part = key.partition(":")
     layer, _, last = name.rpartition(".")
-    layers = head_layer if isinstance(head_layer, tuple) else (head_layer,)
-    replaced = head == "classes" and key.startswith(tuple(f"{layer}." for layer in layers))
+    heads = info.head_layer if isinstance(info.head_layer, tuple) else (info.head_layer,)
+    replaced = info.metadata.head == "classes" and key.startswith(tuple(f"{head}." for head in heads))
     if key.startswith(HEAD) or replaced:
         return "head"
     if last in STATISTICS or part.endswith(STATISTICS):

@@ -1,7 +1,7 @@
-"""Methods: which transform each weight gets, which tensors a task owns, and how it is trained. One file per family.
+"""Methods: which transform each weight gets, which tensors a task owns, and how it is trained.
 
 May import: task, backbone, transforms, errors.
 """
 
 # isort: off
-from bitgraft.methods import masked, plain, packnet, adapters, dan, lora  # noqa: F401  (each registers its methods)
+from bitgraft.methods import masked, packnet, baselines  # noqa: F401  (each registers its methods)

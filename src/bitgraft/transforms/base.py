@@ -3,15 +3,16 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from bitgraft.errors import CorruptError, TaskError
 
+COUNTER = "num_batches_tracked"  # ends the name of a step counter: no output depends on it, and old files lack it
 MIN_RMS = 1e-3  # of a tensor that starts at 0, such as a bias
-PART_DTYPES = {"mask": torch.uint8, "levels": torch.int8}  # all other parts are float32
+PART_DTYPES = {"mask": torch.uint8, "free": torch.uint8, "levels": torch.int8}  # all other parts are float32
 
 
 @dataclass(frozen=True)
@@ -96,20 +97,20 @@ class Transform(nn.Module):
         self.requires_grad_(False)
 
     def parts(self) -> dict[str, Tensor]:
-        """Return the named tensors that a task file stores for this transform."""
-        return dict(self.state_dict())
+        """Return the named tensors that a task file stores for this transform: all but a norm's step counter."""
+        return {name: tensor for name, tensor in self.state_dict().items() if not name.endswith(COUNTER)}
 
     def restore(self, parts: Mapping[str, Tensor]) -> None:
         """Load `parts` and freeze."""
-        check_parts({name: tuple(t.shape) for name, t in self.state_dict().items()}, parts)
-        self.load_state_dict(dict(parts), assign=True)
+        check_parts({name: tuple(tensor.shape) for name, tensor in self.parts().items()}, parts)
+        self.load_state_dict({**self.state_dict(), **parts}, assign=True)
         self.freeze()
 
 
 class ScoredTransform(Transform):
     """A transform that trains real-valued scores R and, once frozen, stores them in a few bits per weight.
 
-    `scores` is None in a frozen transform, and in a new one that waits for `restore`.
+    `scores` is None in a frozen transform, and in a new one, without parts, that waits for `restore`.
     """
 
     weight: Weight
@@ -128,11 +129,6 @@ class ScoredTransform(Transform):
         check_parts(self._part_shapes(), parts)
         self._hold(parts)
 
-    def _empty_parts(self) -> dict[str, Tensor]:
-        """Return `parts` without values, for a transform that waits for `restore`."""
-        shapes = self._part_shapes().items()
-        return {n: torch.empty(s, dtype=PART_DTYPES.get(n, torch.float32), device="meta") for n, s in shapes}
-
     def _hold(self, parts: Mapping[str, Tensor]) -> None:
         """Become frozen with these parts."""
         raise NotImplementedError
@@ -147,13 +143,6 @@ class ScoredTransform(Transform):
                 here, there, remedy = there, here, "freeze the task first"
             raise TaskError(f"{self.weight.name!r} is {here}, but in this state dict it is {there}: {remedy}")
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-@runtime_checkable
-class Prunable(Protocol):
-    """A transform that can give up part of the weights it owns."""
-
-    def prune(self, share: float) -> None: ...
 
 
 def check_parts(shapes: Mapping[str, tuple[int, ...]], parts: Mapping[str, Tensor]) -> None:

@@ -95,8 +95,6 @@ class Levels(ScoredTransform):
         return math.ceil(self.weight.shape.numel() * float(entropy(counts))) + 32
 
     def parts(self) -> dict[str, Tensor]:
-        if self.values is None and self.scores is None:
-            return self._empty_parts()
         levels, step = self._quantized()
         return {"levels": levels.to(torch.int8), "step": step}
 

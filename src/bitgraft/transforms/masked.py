@@ -69,7 +69,7 @@ class Masked(ScoredTransform):
         self.k1 = nn.Parameter(k[1].clone()) if 1 in rule.learned else None
 
     def forward(self, weight: Tensor) -> Tensor:
-        return transformed({"": self}, {"": weight})[""]
+        return _view(compute([self.operands(weight)])[0], weight.shape)
 
     def operands(self, weight: Tensor, out: Tensor | None = None) -> Operands:
         """Return the inputs of equation (2), shaped so that per-channel k broadcast."""
@@ -182,11 +182,7 @@ class Masked(ScoredTransform):
         return self.weight.shape.numel() + 32 * channels * len(self.rule.learned)
 
     def parts(self) -> dict[str, Tensor]:
-        if self.packed is not None:
-            return {"mask": self.packed, "k": self.constants}
-        if self.scores is not None:
-            return {"mask": pack(self.mask()), "k": self.values().detach()}
-        return self._empty_parts()
+        return {"mask": self.packed if self.packed is not None else pack(self.mask()), "k": self.values().detach()}
 
     def _part_shapes(self) -> dict[str, tuple[int, ...]]:
         k = (4, self.weight.outputs) if self.rule.per_channel else (4,)
@@ -209,11 +205,11 @@ class Masked(ScoredTransform):
 def transformed(
     transforms: Mapping[str, Transform], weights: Mapping[str, Tensor], out: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Return W~ of each weight, with all masks in one call.
+    """Return W~ of each weight, with all plain masks in one call.
 
     W~ of a frozen mask may be written to the weight's buffer in `out`, which is then returned.
     """
-    masks = {name: transform for name, transform in transforms.items() if isinstance(transform, Masked)}
+    masks = {name: transform for name, transform in transforms.items() if type(transform) is Masked}
     computed = compute([mask.operands(weights[name], (out or {}).get(name)) for name, mask in masks.items()])
     results = dict(zip(masks, computed, strict=True))
     return {

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bitgraft.transforms.affine import Operands, compute
-from bitgraft.transforms.base import Transform, check_parts, strided_like, widened
+from bitgraft.transforms.base import Weight, strided_like, widened
 from bitgraft.transforms.bits import unpack
-from bitgraft.transforms.masked import Masked
+from bitgraft.transforms.masked import Masked, MaskRule
 
 PART = "borrowed"  # the file's name for the k of borrowed masks
 
@@ -45,7 +45,7 @@ class LearnedTerms(torch.autograd.Function):
         return torch.stack(rows).float(), None, *(None for _ in masks)
 
 
-class Borrowing(Transform):
+class Borrowing(Masked):
     """W~ = k0 W + k1 1 + k2 M + k3 W∘M, plus k2j Mj + k3j W∘Mj for each earlier task j.
 
     Each k2j and k3j is one number per layer that starts at 0. The Mj are the frozen masks of the earlier tasks: they
@@ -54,45 +54,29 @@ class Borrowing(Transform):
 
     borrowed: nn.Parameter
 
-    def __init__(self, own: Masked, earlier: Sequence[Masked], device: torch.device) -> None:
-        super().__init__()
-        self.own = own
-        self.borrowed = nn.Parameter(torch.zeros(len(earlier), 2, device=device))
+    def __init__(self, weight: Weight, rule: MaskRule, scores: Tensor | None, earlier: Sequence[Masked]) -> None:
+        super().__init__(weight, rule, scores)
+        self.borrowed = nn.Parameter(torch.zeros(len(earlier), 2, device=None if scores is None else scores.device))
         self._earlier = tuple(earlier)  # a tuple, so that they are not registered as submodules
 
     def forward(self, weight: Tensor) -> Tensor:
         wide = widened(weight)
         masks = [mask.packed.to(weight.device) for mask in self._earlier if mask.packed is not None]
-        result: Tensor = self.own(wide) + LearnedTerms.apply(self.borrowed, wide, *masks)
+        result: Tensor = super().forward(wide) + LearnedTerms.apply(self.borrowed, wide, *masks)
         return result.to(weight.dtype)
 
     def role(self, parameter: str) -> str:
-        return "k" if parameter == PART else self.own.role(parameter.removeprefix("own."))
-
-    def changes(self) -> list[nn.Parameter]:
-        return self.own.changes()
+        return "k" if parameter == PART else parameter
 
     def bits(self, *, statistics: bool = False) -> int:
-        return self.own.bits(statistics=statistics) + 32 * self.borrowed.numel()
-
-    def freeze(self) -> None:
-        self.own.freeze()
-        self.requires_grad_(False)
+        return super().bits() + 32 * self.borrowed.numel()
 
     def parts(self) -> dict[str, Tensor]:
-        return {**self.own.parts(), PART: self.borrowed.detach()}
+        return super().parts() | {PART: self.borrowed.detach()}
 
-    def restore(self, parts: Mapping[str, Tensor]) -> None:
-        own = dict(parts)
-        borrowed = {PART: own.pop(PART)} if PART in own else {}
-        check_parts({PART: (len(self._earlier), 2)}, borrowed)
-        self.own.restore(own)
-        self.borrowed = nn.Parameter(borrowed[PART])
-        self.freeze()
+    def _part_shapes(self) -> dict[str, tuple[int, ...]]:
+        return super()._part_shapes() | {PART: (len(self._earlier), 2)}
 
-
-def own_mask(transform: nn.Module | None) -> Masked | None:
-    """Return the mask that a transform learned itself, if any."""
-    if isinstance(transform, Borrowing):
-        return transform.own
-    return transform if isinstance(transform, Masked) else None
+    def _hold(self, parts: Mapping[str, Tensor]) -> None:
+        super()._hold(parts)
+        self.borrowed = nn.Parameter(parts[PART], requires_grad=False)

@@ -7,8 +7,8 @@ from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from bitgraft.paper.figures import COLOURS, draw
-from bitgraft.paper.report.results import AnyRow, Results, Row, Stat, accuracy, published_table
-from bitgraft.paper.report.tables import score_measure
+from bitgraft.paper.report.results import AnyRow, Results, Row, Stat, published_table
+from bitgraft.paper.report.tables import scored
 from bitgraft.paper.scores import Baselines
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Point(NamedTuple):
 
 def by_method(results: Results) -> "Figure | None":
     """Plot one line per method, with a marker per data set and a bar at the mean; omit rows without results."""
-    rows = [row for row in results.rows.values() if any(row.accuracies(name) for name in results.datasets)]
+    rows = [row for row in results.rows.values() if any(row.values.values())]
     panel, size = partial(_draw_methods, results=results, rows=rows), (8, 1.6 + 0.38 * len(rows))
     return draw([[panel]], textwrap.fill(results.name, 80), size=size) if rows else None
 
@@ -45,7 +45,7 @@ def _draw_methods(axes: "Axes", results: Results, rows: Sequence[Row]) -> None:
     tried = results.tried
     for number, name in enumerate(tried):
         offset = 0.3 * (number / max(len(tried) - 1, 1) - 0.5)  # so that equal values do not overlap
-        points = [(y + offset, cell) for y, row in enumerate(rows) if (cell := row.cell(name, accuracy))]
+        points = [(y + offset, cell) for y, row in enumerate(rows) if (cell := row.cell(name))]
         axes.errorbar(
             [cell.mean for _, cell in points],
             [y for y, _ in points],
@@ -56,7 +56,7 @@ def _draw_methods(axes: "Axes", results: Results, rows: Sequence[Row]) -> None:
             elinewidth=1,
             label=results.datasets[name],
         )
-    means = [(y, row.total(results.datasets, accuracy, fmean)) for y, row in enumerate(rows)]
+    means = [(y, row.total(results.datasets, fmean)) for y, row in enumerate(rows)]
     if drawn := [(mean.mean, y) for y, mean in means if mean]:
         x, y = zip(*drawn, strict=True)
         axes.scatter(x, y, marker="|", s=220, color="black", label="mean")
@@ -72,14 +72,14 @@ def _draw_methods(axes: "Axes", results: Results, rows: Sequence[Row]) -> None:
 
 def points(results: Results, published: bool, baselines: Baselines | None) -> list[Point]:
     """Return a point per row that has all data sets, plus the paper's rows if their data sets are the same."""
-    form, measure, combine = ("scores", score_measure(baselines), sum) if baselines else (results.form, accuracy, fmean)
-    rows: list[AnyRow] = [*results.rows.values()]
+    form, combine = ("scores", sum) if baselines else (results.form, fmean)
+    rows: list[AnyRow] = [*(scored(results, baselines) if baselines else results).rows.values()]
     paper = published_table(form, results.backbone, results.datasets) if published else None
     if paper and set(paper.datasets) - set(results.datasets) <= OWN:
         rows += paper.rows
     found = []
     for row in rows:
-        value, params = row.total(results.datasets, measure, combine), row.parameters(results.datasets)
+        value, params = row.total(results.datasets, combine), row.parameters(results.datasets)
         if value is not None and params is not None:
             theirs, ours = not isinstance(row, Row), isinstance(row, Row) and row.ours
             found.append(Point(f"{row.title} (paper)" if theirs else row.title, float(params), value, theirs, ours))

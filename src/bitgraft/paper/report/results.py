@@ -4,27 +4,20 @@ import statistics
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from bitgraft.errors import BitgraftError
+from bitgraft.methods import registry
 from bitgraft.paper.figures import OURS
 from bitgraft.paper.report.records import ORIGINAL, Form, Record, Suite
 from bitgraft.paper.scores import domain_titles
 
 REFERENCES = ("classifier", "finetune")
 """Methods that are shown but not ranked, as in the paper: the least and the most that a task can cost."""
-Measure = Callable[[str, float], float]
-"""Converts an accuracy in per cent on a data set to the number a table shows."""
 Combine = Callable[[Iterable[float]], float]
 """Mean or sum."""
-
-
-def spelled_out(title: str) -> str:
-    """Return the unabbreviated title of a row or data set."""
-    return str(published()["spelled"].get(title, title))
 
 
 @dataclass(frozen=True)
@@ -42,11 +35,6 @@ def stat(values: Sequence[float]) -> Stat | None:
     return Stat(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
 
 
-def accuracy(dataset: str, value: float) -> float:
-    """The measure of tables that show accuracies."""
-    return value
-
-
 @dataclass(frozen=True)
 class Row:
     """The runs of one row on one backbone."""
@@ -54,10 +42,10 @@ class Row:
     title: str
     by_dataset: Mapping[str, Sequence[Record]]
     """One record per seed."""
-    own: Mapping[str, Record]
-    """The backbone on its own data. No task changes it, so rows not trained on them share this accuracy."""
-    selected: bool = False
-    validation: bool = False
+    values: Mapping[str, Mapping[int, float]]
+    """By data set and seed: accuracy in per cent, or S."""
+    inherited: Collection[str]
+    """The backbone's own data. No task changes it, so rows not trained on them share its accuracy."""
 
     @property
     def runs(self) -> list[Record]:
@@ -81,59 +69,35 @@ class Row:
     def ranked(self) -> bool:
         return self.method not in REFERENCES
 
-    def inherits(self, dataset: str) -> bool:
-        """Return whether the row has the backbone's own accuracy on this data set."""
-        return dataset in self.own and bool(self.runs) and not self.joint and not self.by_dataset.get(dataset)
+    def cell(self, dataset: str) -> Stat | None:
+        values = list(self.values[dataset].values())
+        return stat(values[:1] if dataset in self.inherited else values)
 
-    def accuracies(self, dataset: str) -> dict[int, float]:
-        """Return accuracies in per cent by seed."""
-        if self.inherits(dataset):
-            found = dict.fromkeys(sorted({run.seed for run in self.runs}), self._accuracy(self.own[dataset]))
-        else:
-            found = {run.seed: self._accuracy(run) for run in self.by_dataset.get(dataset, ())}
-        return {seed: 100 * value for seed, value in found.items() if value is not None}
-
-    def _accuracy(self, run: Record) -> float | None:
-        epoch = run.selected if self.selected else run.last
-        return epoch.val_accuracy if self.validation else epoch.test_accuracy
-
-    def cell(self, dataset: str, measure: Measure) -> Stat | None:
-        values = [measure(dataset, value) for value in self.accuracies(dataset).values()]
-        return stat(values[:1] if self.inherits(dataset) else values)
-
-    def total(self, datasets: Collection[str], measure: Measure, combine: Combine) -> Stat | None:
+    def total(self, datasets: Collection[str], combine: Combine) -> Stat | None:
         """Return the mean or sum over the data sets, if all have results; the deviation needs the same seeds on all."""
-        runs = {name: self.accuracies(name) for name in datasets}
-        if not all(runs.values()):
+        runs = [self.values[name] for name in datasets]
+        if not all(runs):
             return None
-        seeds, *others = (list(run) for run in runs.values())
-        if any(other != seeds for other in others):
-            means = [self.cell(name, measure) for name in datasets]
-            return Stat(combine([one.mean for one in means if one]), None, min(map(len, runs.values())))
-        return stat([combine([measure(name, run[seed]) for name, run in runs.items()]) for seed in seeds])
+        if any(list(run) != list(runs[0]) for run in runs):
+            means = [cell.mean for name in datasets if (cell := self.cell(name))]
+            return Stat(combine(means), None, min(map(len, runs)))
+        return stat([combine([run[seed] for run in runs]) for seed in runs[0]])
 
     def parameters(self, datasets: Collection[str]) -> float | None:
         """Return the bits of backbone and tasks divided by those of the backbone, without heads."""
-        runs = [self.by_dataset.get(name) for name in datasets if not self.inherits(name)]
+        runs = [self.by_dataset[name] for name in datasets if name not in self.inherited]
         if not all(runs):
             return None
-        return 1 + sum(statistics.fmean(run.bits / run.backbone_bits for run in some or ()) for some in runs)
+        return 1 + sum(statistics.fmean(run.bits / run.backbone_bits for run in some) for some in runs)
 
     @property
     def k(self) -> list[str]:
         """k0 to k3: constants, or ✓ if learned."""
-        options = {**_defaults(self.runs[0].method), **self.runs[0].options} if self.runs else {}
+        options = dict(self.runs[0].options) if self.runs else {}
+        if self.method in registry.method_names():  # not one of another installation
+            options = asdict(registry.get(self.method).options) | options
         values = [options.get(f"k{i}", "–") for i in range(4)]
         return [{"learn": "✓", "auto": "1"}.get(v, v) if isinstance(v, str) else f"{v:g}" for v in values]
-
-
-def _defaults(method: str) -> dict[str, Any]:
-    from bitgraft.methods import registry  # imports torch, which no other table needs
-
-    try:
-        return dict(registry.plain(registry.get(method).options))
-    except BitgraftError:  # a method of another installation
-        return {}
 
 
 @dataclass(frozen=True)
@@ -153,10 +117,10 @@ class PublishedRow:
     def parameters(self, datasets: Collection[str]) -> str | None:
         return self.params
 
-    def cell(self, dataset: str, measure: Measure) -> Stat | None:
+    def cell(self, dataset: str) -> Stat | None:
         return Stat(self.values[dataset]) if dataset in self.values else None
 
-    def total(self, datasets: Collection[str], measure: Measure, combine: Combine) -> Stat | None:
+    def total(self, datasets: Collection[str], combine: Combine) -> Stat | None:
         """Return the mean or sum over these data sets: the printed one if they are all of the table's."""
         if self.whole is not None and set(datasets) == set(self.values):
             return Stat(self.whole)  # rounded once, from more decimals than the cells have
@@ -185,13 +149,13 @@ class Results:
     @property
     def seed_counts(self) -> set[int]:
         """The numbers of seeds in the cells, without those that repeat the backbone's accuracy."""
-        places = [(row, name) for row in self.rows.values() for name in self.datasets if not row.inherits(name)]
-        return {len(row.accuracies(name)) for row, name in places} - {0}
+        rows = self.rows.values()
+        return {len(row.values[name]) for row in rows for name in self.datasets if name not in row.inherited} - {0}
 
     @property
     def tried(self) -> list[str]:
         """The data sets with any result."""
-        return [name for name in self.datasets if any(row.accuracies(name) for row in self.rows.values())]
+        return [name for name in self.datasets if any(row.values[name] for row in self.rows.values())]
 
 
 def gather(
@@ -220,13 +184,24 @@ def _grid(suite: Suite, backbone: str, records: list[Record], selected: bool, va
     names = {one.row: one.title or one.row for one in suite.rows}
     names |= {record.row: record.title or record.row for record in trained if record.row not in names}
     names = {row: spelled_out(title) for row, title in names.items()}
-    taken = Counter(names.values())
-    rows = {}
+    taken, rows = Counter(names.values()), {}
     for row, title in names.items():
-        title = f"{title} ({row})" if taken[title] > 1 else title
         runs = {name: [run for run in trained if (run.row, run.dataset) == (row, name)] for name in datasets}
-        rows[row] = Row(title, runs, own, selected, validation)
+        every = [run for some in runs.values() for run in some]
+        inherits = bool(every) and not any(run.joint for run in every)
+        inherited = {name for name in own if inherits and not runs[name]}
+        values = {name: [(run.seed, run) for run in some] for name, some in runs.items()}
+        values |= {name: [(seed, own[name]) for seed in sorted({run.seed for run in every})] for name in inherited}
+        percent = {name: _per_cent(pairs, selected, validation) for name, pairs in values.items()}
+        rows[row] = Row(f"{title} ({row})" if taken[title] > 1 else title, runs, percent, inherited)
     return Results(suite, form, backbone, rows, datasets, selected, validation)
+
+
+def _per_cent(runs: Iterable[tuple[int, Record]], selected: bool, validation: bool) -> dict[int, float]:
+    """Return the accuracies of these seeds, without missing ones."""
+    epochs = {seed: run.selected if selected else run.last for seed, run in runs}
+    found = {seed: epoch.val_accuracy if validation else epoch.test_accuracy for seed, epoch in epochs.items()}
+    return {seed: 100 * value for seed, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -244,17 +219,23 @@ def published() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
 
 
+def spelled_out(title: str) -> str:
+    """Return the unabbreviated title of a row or data set."""
+    return str(published()["spelled"].get(title, title))
+
+
 @cache
 def published_tables() -> tuple[PublishedTable, ...]:
     """Return every table of the paper, in its order."""
-    return tuple(_table(**table) for table in published()["table"])
+    return tuple(_published_table(**table) for table in published()["table"])
 
 
-def _table(datasets: list[str], rows: list[dict[str, Any]], **about: str) -> PublishedTable:
-    for row in rows:
-        row |= {"title": spelled_out(row["title"]), "values": dict(zip(datasets, row["values"], strict=True))}
-    made = [PublishedRow(**row) for row in rows]
-    return PublishedTable(**about, datasets=tuple(datasets), rows=tuple(made))
+def _published_table(datasets: list[str], rows: list[dict[str, Any]], **about: str) -> PublishedTable:
+    filled = [
+        row | {"title": spelled_out(row["title"]), "values": dict(zip(datasets, row["values"], strict=True))}
+        for row in rows
+    ]
+    return PublishedTable(**about, datasets=tuple(datasets), rows=tuple(PublishedRow(**row) for row in filled))
 
 
 def published_table(form: str, backbone: str, datasets: Iterable[str]) -> PublishedTable | None:

@@ -10,17 +10,7 @@ from typing import Any, NamedTuple
 from bitgraft.errors import DataError
 from bitgraft.paper.report.records import Record, current_names
 from bitgraft.paper.report.render import DASH, Cell, Line, Mark, Table
-from bitgraft.paper.report.results import (
-    AnyRow,
-    Combine,
-    Measure,
-    PublishedTable,
-    Results,
-    Row,
-    Stat,
-    accuracy,
-    published_table,
-)
+from bitgraft.paper.report.results import AnyRow, Combine, PublishedTable, Results, Row, Stat, published_table
 from bitgraft.paper.scores import Baselines, challenge_baselines, decathlon_score, domain_titles, read_baselines
 
 LEARNED = "✓: learned. k0 = 1 applies to layers followed by a norm that undoes the scale; elsewhere k0 is learned."
@@ -59,7 +49,7 @@ def tables(results: Results, published: bool = False, baseline: str | None = Non
 
 def accuracy_table(results: Results, published: bool = False) -> Table:
     """The ImageNet-to-Sketch form: one line per data set, one column per method, parameters in the last line."""
-    columns = [*_by_dataset(results, accuracy, 1), _params(results, "# Params")]
+    columns = [*_by_dataset(results, 1), _params(results, "# Params")]
     table = _table(results, "accuracy", columns, "accuracy" if published else None)
     cells = zip(*(line.cells for line in table.lines), strict=True)
     lines = tuple(Line(heading, column) for heading, column in zip(table.headings, cells, strict=True))
@@ -68,7 +58,7 @@ def accuracy_table(results: Results, published: bool = False) -> Table:
 
 def decathlon_table(results: Results, published: bool = False) -> Table:
     """Accuracy on each domain, and the mean."""
-    columns = [_params(results), *_by_dataset(results, accuracy, 1, "Mean", fmean)]
+    columns = [_params(results), *_by_dataset(results, 1, "Mean", fmean)]
     return _table(results, "accuracies", columns, "decathlon" if published else None)
 
 
@@ -81,19 +71,28 @@ def score_table(results: Results, baselines: Baselines, published: bool = False)
             f" The total covers {len(results.datasets)} data sets, {len(here)} of them among the decathlon's 10 "
             "domains, and is not comparable with totals over all ten."
         )
-    columns = [_params(results), *_by_dataset(results, score_measure(baselines), 0, "Score", sum)]
-    table = _table(results, "scores", columns, "scores" if published else None, "decathlon score S")
+    columns = [_params(results), *_by_dataset(results, 0, "Score", sum)]
+    form = "scores" if published else None
+    table = _table(scored(results, baselines), "scores", columns, form, "decathlon score S")
     return replace(table, notes=(note, *table.notes))
 
 
-def score_measure(baselines: Baselines) -> Measure:
-    return lambda dataset, value: decathlon_score(100 - value, baselines.error(dataset))
+def scored(results: Results, baselines: Baselines) -> Results:
+    """Return the results with S in place of each accuracy."""
+
+    def scores(row: Row) -> dict[str, dict[int, float]]:
+        return {
+            name: {seed: decathlon_score(100 - value, baselines.error(name)) for seed, value in values.items()}
+            for name, values in row.values.items()
+        }
+
+    return replace(results, rows={name: replace(row, values=scores(row)) for name, row in results.rows.items()})
 
 
 def ablation_table(results: Results, published: bool = False) -> Table:
     """k0 to k3 of each row, then its accuracies."""
     ks = [Column(f"k{i}", lambda row, i=i: Cell(row.k[i])) for i in range(4)]  # type: ignore[misc]
-    table = _table(results, "ablation", [*ks, *_by_dataset(results, accuracy, 1)], "ablation" if published else None)
+    table = _table(results, "ablation", [*ks, *_by_dataset(results, 1)], "ablation" if published else None)
     return replace(table, notes=(LEARNED, *table.notes))
 
 
@@ -166,18 +165,15 @@ def number(value: Stat | float | str | None, decimals: int, show_n: bool = False
     return Cell(f"{value.mean:.{decimals}f}", value.mean, value.sd, value.n, spread)
 
 
-def _by_dataset(
-    results: Results, measure: Measure, decimals: int, whole: str = "", combine: Combine = sum
-) -> list[Column]:
+def _by_dataset(results: Results, decimals: int, whole: str = "", combine: Combine = sum) -> list[Column]:
     """Return a column per data set, then one for the mean or total under the heading `whole`."""
     show_n = len(results.seed_counts) > 1
 
     def column(heading: str, value: Callable[[AnyRow], Stat | None]) -> Column:
         return Column(heading, lambda row: number(value(row), decimals, show_n), ranked=True)
 
-    last = column(whole, lambda row: row.total(results.datasets, measure, combine))
-    each = [column(title, lambda row, n=name: row.cell(n, measure)) for name, title in results.datasets.items()]  # type: ignore[misc]
-    return [*each, last] if whole else each
+    each = [column(title, lambda row, n=name: row.cell(n)) for name, title in results.datasets.items()]  # type: ignore[misc]
+    return [*each, column(whole, lambda row: row.total(results.datasets, combine))] if whole else each
 
 
 def _params(results: Results, heading: str = "Params") -> Column:
@@ -194,7 +190,7 @@ def baselines_of(results: Results, given: str | None) -> Baselines | None:
         if not Path(name).is_file():
             raise DataError(f"--baseline {name}: neither a row of {results.suite.name} nor a file")
         return read_baselines(Path(name))
-    found = {dataset: row.cell(dataset, accuracy) for dataset in results.tried} if row else {}
+    found = {dataset: row.cell(dataset) for dataset in results.tried} if row else {}
     errors = {dataset: 100 - cell.mean for dataset, cell in found.items() if cell and cell.mean < 100}
     lacking = [dataset for dataset in results.tried if dataset not in errors]
     if row and not lacking:
@@ -219,12 +215,12 @@ def notes(results: Results, paper: PublishedTable | None) -> list[str]:
     rows, titles = results.rows.values(), results.datasets
     unranked = ", ".join(row.title for row in rows if not row.ranked)
     found = [f"Best in bold, second underlined{f'; references, not ranked: {unranked}' if unranked else ''}."]
-    if own := ", ".join(title for name, title in titles.items() if any(row.inherits(name) for row in rows)):
+    if own := ", ".join(title for name, title in titles.items() if any(name in row.inherited for row in rows)):
         joint = " (except joint training, which changes the backbone)" if any(row.joint for row in rows) else ""
         found.append(f"{own}: the backbone's own data. No task changes it, so all rows share its accuracy{joint}.")
     if any(row.method == "packnet" for row in rows):
         found.append(PACKNET)
-    gaps = {row.title: [title for name, title in titles.items() if not row.accuracies(name)] for row in rows}
+    gaps = {row.title: [title for name, title in titles.items() if not row.values[name]] for row in rows}
     if missing := [f"{row} on {'all' if len(g) == len(titles) else ', '.join(g)}" for row, g in gaps.items() if g]:
         found.append(f"Missing: {'; '.join(missing)}.")
     places = ((f"{row.title} on {titles[name]}", runs) for row in rows for name, runs in row.by_dataset.items())
