@@ -5,6 +5,7 @@ every batch. All processes run the same number of micro-batches, because batch n
 processes in each of them. A process whose shard is empty runs one placeholder image with weight 0.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -95,6 +96,23 @@ class ShardedBatchSampler(Sampler[list[int]]):
                 yield shard
 
 
+@dataclass(frozen=True)
+class StepBatch:
+    """The data of one optimiser step: this process's shard of a batch of one task."""
+
+    task: str
+    name: str
+    """How errors call the data."""
+    inputs: Any
+    targets: Any
+    micro_batches: list[MicroBatch]
+
+    @property
+    def global_size(self) -> int:
+        """Images over all processes."""
+        return sum(micro.global_size for micro in self.micro_batches)
+
+
 class Loader:
     """A task's training, validation or test data in batches, from any step of any epoch.
 
@@ -112,7 +130,8 @@ class Loader:
         seed: int | None = None,
         **batching: Any,
     ) -> None:
-        self.data, self.workers, self.name = data, workers, f"the {kind} data of task {task!r}"
+        self.data, self.task, self.name = data, task, f"the {kind} data of task {task!r}"
+        self.accelerator, self.workers = accelerator, workers
         if not len(data):
             raise TrainingError(f"{self.name} is empty: give it at least one image")
         rank, world_size = accelerator.process_index, accelerator.num_processes
@@ -126,22 +145,22 @@ class Loader:
             generator=torch.Generator(),  # each pass draws a seed, which must not advance the global generator
         )
 
-    def from_step(self, epoch: int, step: int) -> Iterator[tuple[tuple[Any, Any], list[MicroBatch]]]:
-        """Yield ((inputs, targets) of this process, their micro-batches)."""
+    def from_step(self, epoch: int, step: int) -> Iterator[StepBatch]:
         self._seek(epoch, step)
-        micro_batches = map(self.batches.micro_batches, range(step, len(self.batches)))
-        return zip(map(inputs_and_targets, self._loader), micro_batches, strict=True)
+        for at, batch in enumerate(self._loader, start=step):
+            yield StepBatch(self.task, self.name, *inputs_and_targets(batch), self.batches.micro_batches(at))
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        """Yield (inputs, targets) of this process, for data that is not trained on."""
         self._seek(0, 0)
         return map(inputs_and_targets, self._loader)
 
-    def find_non_finite(self, accelerator: Accelerator, epoch: int = 0, steps: range | None = None) -> str | None:
+    def find_non_finite(self, epoch: int = 0, steps: range | None = None) -> str | None:
         """An error message for the first image with NaN or infinite values, or None. All processes must call it."""
         steps = range(len(self.batches)) if steps is None else steps
         self._seek(epoch, steps.start)
         indices = (index for _, shard in zip(steps, self.batches, strict=False) for index in shard)
-        found = gathered(next((i for i in indices if not _is_finite(self.data[i])), None), accelerator)
+        found = gathered(next((i for i in indices if not _is_finite(self.data[i])), None), self.accelerator)
         first = min((index for index in found if index is not None), default=None)
         return None if first is None else f"image {first} of {self.name} has NaN or infinite values: fix or remove it"
 
@@ -149,23 +168,6 @@ class Loader:
         if hasattr(self.data, "set_epoch"):
             self.data.set_epoch(epoch)
         self.batches.seek(epoch, step)
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """The data of one optimiser step: this process's shard of a batch of one task."""
-
-    task: str
-    name: str
-    """How errors call the data."""
-    batch: tuple[Any, Any]
-    """(inputs, targets)."""
-    micro_batches: list[MicroBatch]
-
-    @property
-    def global_size(self) -> int:
-        """Images over all processes."""
-        return sum(micro.global_size for micro in self.micro_batches)
 
 
 class InterleavedLoader:
@@ -186,42 +188,25 @@ class InterleavedLoader:
         return {task: len(loader.data) for task, loader in self.loaders.items()}
 
     def from_step(self, epoch: int, step: int) -> Iterator[StepBatch]:
-        streams = {}
-        for name, loader in self.loaders.items():
-            streams[name] = loader.from_step(epoch, sum(task == name for task, _ in self.order[:step]))
-        return (StepBatch(task, self.loaders[task].name, *next(streams[task])) for task, _ in self.order[step:])
+        done = Counter(task for task, _ in self.order[:step])
+        streams = {task: loader.from_step(epoch, done[task]) for task, loader in self.loaders.items()}
+        return (next(streams[task]) for task, _ in self.order[step:])
 
-    def find_non_finite(self, accelerator: Accelerator, epoch: int, steps: range) -> str | None:
+    def find_non_finite(self, epoch: int, steps: range) -> str | None:
         """An error message for the first image in these steps with NaN or infinite values, or None."""
         for name, loader in self.loaders.items():
             own = [step for task, step in self.order[steps.start : steps.stop] if task == name]
-            if own and (found := loader.find_non_finite(accelerator, epoch, range(own[0], own[-1] + 1))):
+            if own and (found := loader.find_non_finite(epoch, range(own[0], own[-1] + 1))):
                 return found
         return None
 
 
-def make_loaders(
-    tasks: Mapping[str, Task],
-    train: Mapping[str, Any],
-    val: Mapping[str, Any],
-    config: Config,
-    accelerator: Accelerator,
-    workers: int,
-) -> tuple[InterleavedLoader, dict[str, Loader]]:
-    """The loader of the training data of all tasks, and a loader for each task's validation data."""
-    train_loaders, val_loaders = {}, {}
-    for name, task in tasks.items():
-        has_batch_norm = any(tensor.endswith(".running_mean") for tensor in task.owned)
-        has_tail = any(transform.tail is not None for transform in task.transforms.values())  # with a batch norm
-        min_size = 2 if has_tail or (has_batch_norm and config.statistics == "batch") else 1
-        batching = {"accumulate": config.accumulate, "min_size": min_size}
-        train_loaders[name] = Loader(
-            train[name], "training", name, config.batch, accelerator, workers, config.seed, **batching
-        )
-        if val.get(name) is not None:
-            size = 4 * config.batch
-            val_loaders[name] = Loader(val[name], "validation", name, size, accelerator, workers, pad=False)
-    return InterleavedLoader(train_loaders), val_loaders
+def training_loader(task: Task, data: Any, config: Config, accelerator: Accelerator, workers: int) -> Loader:
+    has_batch_norm = any(tensor.endswith(".running_mean") for tensor in task.owned)
+    has_tail = any(transform.tail is not None for transform in task.transforms.values())  # with a batch norm
+    min_size = 2 if has_tail or (has_batch_norm and config.statistics == "batch") else 1
+    batching = {"accumulate": config.accumulate, "min_size": min_size}
+    return Loader(data, "training", task.name, config.batch, accelerator, workers, config.seed, **batching)
 
 
 def _is_finite(item: Any) -> bool:
