@@ -10,6 +10,7 @@ from accelerate import Accelerator
 
 from bitgraft.errors import TrainingError
 from bitgraft.network import Network
+from bitgraft.task import evaluating
 from bitgraft.training.batches import batch_size, to_device
 from bitgraft.training.inputs import to_evaluate
 from bitgraft.training.learner import Objective
@@ -20,19 +21,16 @@ from bitgraft.training.loader import Loader
 def measure(net: Network, loader: Loader, objective: Objective) -> dict[str, float]:
     """Loss and accuracy over all processes, in evaluation mode."""
     name, accelerator = loader.task, loader.accelerator
-    task = net.tasks[name]
-    was_training = task.training
-    task.eval()
     sums = torch.zeros(3, device=accelerator.device)  # loss, correct answers, images
-    for inputs, targets in loader:
-        objective.check_labels(name, targets, loader.name)
-        inputs, targets = to_device((inputs, targets), accelerator.device)
-        with accelerator.autocast():
-            output = objective.run(partial(net, task=name), name, inputs, targets)
-        loss = objective(name, output, targets, batch_size(inputs), evaluating=True)
-        sums[:2] += torch.stack([loss.float(), objective.num_correct(output, targets).float()])
-        sums[2] += batch_size(inputs)
-    task.train(was_training)
+    with evaluating(net.tasks[name]):
+        for inputs, targets in loader:
+            objective.check_labels(name, targets, loader.name)
+            inputs, targets = to_device((inputs, targets), accelerator.device)
+            with accelerator.autocast():
+                output = objective.run(partial(net, task=name), name, inputs, targets)
+            loss = objective(name, output, targets, batch_size(inputs), evaluating=True)
+            sums[:2] += torch.stack([loss.float(), objective.num_correct(output, targets).float()])
+            sums[2] += batch_size(inputs)
     total, correct, images = accelerator.reduce(sums, "sum").tolist()
     if not math.isfinite(total):
         cause = loader.find_non_finite() or "all images are finite, so train with lower rates"
