@@ -33,7 +33,8 @@ def initialize(task: Task, train_loader: Loader, objective: Objective, config: C
     data, accelerator, workers = train_loader.data, train_loader.accelerator, train_loader.workers
     broadcast_from_main(task, accelerator)
     if config.head_init:
-        shuffled = Loader(data, "training", task.name, config.batch, accelerator, workers, config.seed, min_size=2)
+        order = {"seed": config.seed, "min_size": 2}
+        shuffled = Loader(data, "training", task.name, config.batch, accelerator, workers, **order)
         reset_statistics(task, shuffled, objective)
     correct_means = config.mean_shift_correction and config.statistics == "kept"
     if config.head_init or correct_means:

@@ -38,31 +38,26 @@ class MicroBatch:
         return max(1, self.local_size)
 
 
+@dataclass(eq=False)
 class ShardedBatchSampler(Sampler[list[int]]):
-    """This process's shard of each batch of an epoch, shuffled if there is a seed, starting at any step.
+    """This process's shard of each batch of an epoch, shuffled if there is a seed, starting at any step."""
 
-    Args:
-        accumulate: micro-batches per batch.
-        min_size: merge a smaller last batch, or micro-batch, into the one before it. Batch norm needs two images.
-        pad: give a process with an empty shard a placeholder image; otherwise it skips the batch.
-    """
+    count: int
+    size: int
+    seed: int | None = None
+    rank: int = 0
+    world_size: int = 1
+    accumulate: int = 1
+    """Micro-batches per batch."""
+    min_size: int = 1
+    """Merge a smaller last batch, or micro-batch, into the one before it. Batch norm needs two images."""
+    pad: bool = True
+    """Give a process with an empty shard a placeholder image; otherwise it skips the batch."""
+    epoch: int = 0
+    first_step: int = 0
 
-    def __init__(
-        self,
-        count: int,
-        size: int,
-        seed: int | None,
-        rank: int = 0,
-        world_size: int = 1,
-        *,
-        accumulate: int = 1,
-        min_size: int = 1,
-        pad: bool = True,
-    ) -> None:
-        self.count, self.size, self.seed, self.rank, self.world_size = count, size, seed, rank, world_size
-        self.accumulate, self.min_size, self.pad = accumulate, min_size, pad
-        self.global_sizes = _split(count, size, min_size)
-        self.epoch, self.first_step = 0, 0
+    def __post_init__(self) -> None:
+        self.global_sizes = _split(self.count, self.size, self.min_size)
 
     def seek(self, epoch: int, step: int = 0) -> "ShardedBatchSampler":
         """Start the next iteration at this step."""
@@ -74,12 +69,9 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """The micro-batches of a step, in the order of this process's shard."""
-        sizes = self._micro_sizes(step)
-        return [MicroBatch(size, len(range(self.rank, size, self.world_size))) for size in sizes]
-
-    def _micro_sizes(self, step: int) -> list[int]:
         size = self.global_sizes[step]
-        return _split(size, max(self.min_size, -(-size // self.accumulate)), self.min_size)
+        sizes = _split(size, max(self.min_size, -(-size // self.accumulate)), self.min_size)
+        return [MicroBatch(size, len(range(self.rank, size, self.world_size))) for size in sizes]
 
     def __iter__(self) -> Iterator[list[int]]:
         order = list(range(self.count))
@@ -88,10 +80,10 @@ class ShardedBatchSampler(Sampler[list[int]]):
             order = torch.randperm(self.count, generator=rng).tolist()
         for step in range(self.first_step, len(self)):
             shard, start = [], step * self.size
-            for size in self._micro_sizes(step):
-                images = order[start : start + size]
+            for micro in self.micro_batches(step):
+                images = order[start : start + micro.global_size]
                 shard += images[self.rank :: self.world_size] or (images[:1] if self.pad else [])
-                start += size
+                start += micro.global_size
             if shard:
                 yield shard
 
@@ -116,26 +108,18 @@ class StepBatch:
 class Loader:
     """A task's training, validation or test data in batches, from any step of any epoch.
 
-    Further options are those of `ShardedBatchSampler`.
+    `batching` sets fields of `ShardedBatchSampler`.
     """
 
     def __init__(
-        self,
-        data: Any,
-        kind: str,
-        task: str,
-        size: int,
-        accelerator: Accelerator,
-        workers: int = 0,
-        seed: int | None = None,
-        **batching: Any,
+        self, data: Any, kind: str, task: str, size: int, accelerator: Accelerator, workers: int = 0, **batching: Any
     ) -> None:
         self.data, self.task, self.name = data, task, f"the {kind} data of task {task!r}"
         self.accelerator, self.workers = accelerator, workers
         if not len(data):
             raise TrainingError(f"{self.name} is empty: give it at least one image")
-        rank, world_size = accelerator.process_index, accelerator.num_processes
-        self.batches = ShardedBatchSampler(len(data), size, seed, rank, world_size, **batching)
+        batching |= {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
+        self.batches = ShardedBatchSampler(len(data), size, **batching)
         self._loader: DataLoader[Any] = DataLoader(
             data,
             batch_sampler=self.batches,
@@ -160,9 +144,9 @@ class Loader:
         steps = range(len(self.batches)) if steps is None else steps
         self._seek(epoch, steps.start)
         indices = (index for _, shard in zip(steps, self.batches, strict=False) for index in shard)
-        found = gathered(next((i for i in indices if not _is_finite(self.data[i])), None), self.accelerator)
-        first = min((index for index in found if index is not None), default=None)
-        return None if first is None else f"image {first} of {self.name} has NaN or infinite values: fix or remove it"
+        own = next((index for index in indices if not _is_finite(self.data[index])), None)
+        found = [index for index in gathered(own, self.accelerator) if index is not None]
+        return f"image {min(found)} of {self.name} has NaN or infinite values: fix or remove it" if found else None
 
     def _seek(self, epoch: int, step: int) -> None:
         if hasattr(self.data, "set_epoch"):
@@ -205,8 +189,8 @@ def training_loader(task: Task, data: Any, config: Config, accelerator: Accelera
     has_batch_norm = any(tensor.endswith(".running_mean") for tensor in task.owned)
     has_tail = any(transform.tail is not None for transform in task.transforms.values())  # with a batch norm
     min_size = 2 if has_tail or (has_batch_norm and config.statistics == "batch") else 1
-    batching = {"accumulate": config.accumulate, "min_size": min_size}
-    return Loader(data, "training", task.name, config.batch, accelerator, workers, config.seed, **batching)
+    batching = {"seed": config.seed, "accumulate": config.accumulate, "min_size": min_size}
+    return Loader(data, "training", task.name, config.batch, accelerator, workers, **batching)
 
 
 def _is_finite(item: Any) -> bool:
