@@ -61,6 +61,8 @@ def plain_optimizers(learned: baselines.Roles) -> list[torch.optim.Optimizer]:
 
 def ours(model: nn.Module, method: str, images: torch.Tensor, labels: torch.Tensor) -> Callable[[], None]:
     """Return a step built from the parts of `bitgraft.fit`; "METHOD-plainly" leaves all gradients to PyTorch."""
+    from accelerate import Accelerator
+
     import bitgraft
     from bitgraft.methods.registry import Phase
     from bitgraft.training import cpu, optimizers
@@ -69,14 +71,15 @@ def ours(model: nn.Module, method: str, images: torch.Tensor, labels: torch.Tens
 
     net = bitgraft.Network(model)
     task = net.add_task("task", classes=CLASSES, method=method.removesuffix(PLAINLY), preset=None)
-    learner = net if method.endswith(PLAINLY) else Learner(net, [task])
-    cpu.set_channels_last(task, not method.endswith(PLAINLY))
-    objective = Objective([task])
+    plainly, objective = method.endswith(PLAINLY), Objective([task])
+    learner = Learner(net, objective, Accelerator(cpu=True))
+    cpu.set_channels_last(task, not plainly)
     optimizers = optimizers.build(task.roles(), PAPER, Phase())
     task.train()
 
     def step() -> None:
-        loss = objective("task", learner(images, task="task"), labels)
+        output = net(images, task="task") if plainly else learner("task", images, labels)
+        loss = objective("task", output, labels, len(labels))
         (loss * (1 / len(labels))).backward()
         for optimizer in optimizers:
             optimizer.step()

@@ -1,8 +1,8 @@
 """A task: its metadata, and the tensors that replace the backbone's."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,7 +90,8 @@ class Task(nn.Module):
         transforms = self.transforms
         replaced = {name: self.anatomy.tensor(name) for name in self.shared}
         weights = {name: replaced.get(name, self.anatomy.tensor(name).detach()) for name in transforms}
-        with self._own_precision():
+        device = self.anatomy.device.type  # computed weights are cached, so the first caller's autocast must not matter
+        with torch.autocast(device, enabled=False) if is_autocast_available(device) else nullcontext():
             replaced.update(transformed(transforms, weights, out))
         for name, tensor in self.owned.items():
             replaced[name] = tensor.to(self.anatomy.tensor(name).dtype)
@@ -107,11 +108,6 @@ class Task(nn.Module):
             shift = (change * mean).flatten(1).sum(1) * scale * torch.rsqrt(variance + norm.eps)
             biases[f"{layer}.bias"] = widened(tensors[f"{layer}.bias"]) - shift
         return biases
-
-    def _own_precision(self) -> contextlib.AbstractContextManager[Any]:
-        """Disable autocast: computed weights are cached, so they must not depend on the first caller."""
-        device = self.anatomy.device.type
-        return torch.autocast(device, enabled=False) if is_autocast_available(device) else contextlib.nullcontext()
 
     def learns(self) -> bool:
         """Return whether any of the task's parameters requires a gradient."""
@@ -199,23 +195,6 @@ class Task(nn.Module):
                 self.owned[name].copy_(bias)
             self.correct_mean_shift({})
 
-    def start_from(self, earlier: "Task") -> None:
-        """Copy another task's masks, k and norm layers, but not its head."""
-        theirs, stored, head = earlier.transforms, earlier.stored(), set(self.anatomy.head_names())
-        for name, transform in self.transforms.items():
-            other = theirs.get(name)
-            if not isinstance(transform, Masked) or type(other) is not Masked:
-                raise TaskError(
-                    f"a task cannot start from {earlier.name!r}, whose {name!r} has no mask of its own: start from a "
-                    "task of method full that borrows nothing"
-                )
-            transform.start_as(other, self.anatomy.tensor(name))
-        with torch.no_grad():
-            for name, tensor in self.owned.items():
-                if name in stored and name not in head:
-                    tensor.copy_(stored[name])
-        self.revision += 1
-
     def _share(self, names: Iterable[str]) -> None:
         """Train these tensors of the backbone along with the task, and no others."""
         self.shared = frozenset(names)
@@ -271,6 +250,19 @@ class Task(nn.Module):
     def extra_repr(self) -> str:
         count = "no" if self.classes is None else len(self.classes)
         return f"{self.name!r}, method={self.metadata.method!r}, {count} class{'' if count == 1 else 'es'}"
+
+
+@contextmanager
+def evaluating(*tasks: Task) -> Iterator[None]:
+    """Put tasks into evaluation mode, until the end."""
+    training = [task for task in tasks if task.training]
+    for task in training:
+        task.eval()
+    try:
+        yield
+    finally:
+        for task in training:
+            task.train()
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -22,7 +22,8 @@ from bitgraft.network import Network
 from bitgraft.training.callbacks import Callback
 from bitgraft.training.evaluation import evaluate
 from bitgraft.training.init import reset_statistics
-from bitgraft.training.loader import MicroBatch
+from bitgraft.training.learner import Objective
+from bitgraft.training.loader import Loader
 from bitgraft.training.loop import fit
 from bitgraft.training.presets import QUICK
 
@@ -61,12 +62,12 @@ def test_statistics_of_the_batch_or_kept(statistics, moved):
 
 def test_reset_statistics_are_the_mean_over_one_pass():
     net, data = network(), stripes(32, 1)
-    batches = [(images, None, MicroBatch(16, 16)) for images in data.tensors[0].split(16)]
-    reset_statistics(net, "stripes", batches, Accelerator(cpu=True))
-    outputs = [net.backbone[0](images) for images, _, _ in batches]
+    task = net.tasks["stripes"]
+    reset_statistics(task, Loader(data, "training", "stripes", 16, Accelerator(cpu=True)), Objective([task]))
+    outputs = [net.backbone[0](images) for images in data.tensors[0].split(16)]
     expected = torch.stack([y.mean((0, 2, 3)) for y in outputs]).mean(0)
     variance = torch.stack([y.var((0, 2, 3)) for y in outputs]).mean(0)
-    owned = net.tasks["stripes"].owned
+    owned = task.owned
     assert torch.allclose(owned["1.running_mean"], expected, atol=1e-6)
     assert torch.allclose(owned["1.running_var"], variance, atol=1e-5)
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -12,10 +13,9 @@ from torch.utils.data import TensorDataset
 
 import bitgraft
 from bitgraft.training.init import observe
+from bitgraft.training.loader import Loader
 from bitgraft.training.mean_shift_correction import InputSums, corrected_weights
 from bitgraft.training.presets import preset
-
-CPU = torch.device("cpu")
 
 
 def backbone() -> nn.Module:
@@ -45,8 +45,9 @@ def network(method: str = "full", **options) -> bitgraft.Network:
     return net
 
 
-def batches(x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(part, torch.arange(len(part)) % 3) for part in x.split(10)]
+def means(net: bitgraft.Network, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    data = TensorDataset(x, torch.arange(len(x)) % 3)
+    return observe(net.tasks["t"], Loader(data, "training", "t", 10, Accelerator(cpu=True)), means=True).means
 
 
 def changed(task) -> None:
@@ -97,7 +98,7 @@ def test_the_mean_output_of_a_norm_stays_when_the_weight_before_it_changes():
             return inside[0].mean((0, 2, 3))
 
         before = mean()
-        task.correct_mean_shift(observe(net, "t", batches(x), CPU, means=True).means)
+        task.correct_mean_shift(means(net, x))
         with torch.no_grad():
             task.owned[f"{layer}.weight"] += torch.randn(task.owned[f"{layer}.weight"].shape)
         torch.testing.assert_close(mean(), before, rtol=1e-4, atol=1e-5)
@@ -109,7 +110,7 @@ def test_the_mean_output_of_a_norm_stays_when_the_weight_before_it_changes():
 def test_folding_the_correction_into_biases_is_exact(method):
     net, x = network(method), images()
     task = net.tasks["t"]
-    task.correct_mean_shift(observe(net, "t", batches(x), CPU, means=True).means)
+    task.correct_mean_shift(means(net, x))
     assert sorted(task.input_means) == ["0.weight", "3.weight", "6.weight"] == sorted(corrected_weights(task))
     changed(task)
     with torch.no_grad():
@@ -131,8 +132,8 @@ def test_gradients_reach_a_weight_through_the_corrected_bias():
     net, x = network("finetune"), images()
     task = net.tasks["t"]
     changed(task)
-    means = observe(net, "t", batches(x), CPU, means=True).means
-    task.correct_mean_shift({"0.weight": means["0.weight"]})
+    mean = means(net, x)["0.weight"]
+    task.correct_mean_shift({"0.weight": mean})
     task.train()
     task.holds_statistics = True
     net(x, task="t").square().sum().backward()
@@ -142,14 +143,14 @@ def test_gradients_reach_a_weight_through_the_corrected_bias():
     net(x, task="t").square().sum().backward()
     weight, bias = task.owned["0.weight"].grad, task.owned["1.bias"].grad
     scale = task.owned["1.weight"] * torch.rsqrt(task.owned["1.running_var"] + 1e-5)
-    expected = weight - (bias * scale).view(-1, 1, 1, 1) * means["0.weight"]
+    expected = weight - (bias * scale).view(-1, 1, 1, 1) * mean
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_tasks_without_their_own_norms_have_nothing_to_correct():
     net = network("full", norms=False)
     assert not corrected_weights(net.tasks["t"])
-    assert not observe(net, "t", batches(images()), CPU, means=True).means
+    assert not means(net, images())
 
 
 @pytest.mark.parametrize("statistics", ["kept", "batch"])

@@ -144,12 +144,12 @@ def test_a_failed_run_without_a_checkpoint_leaves_no_folder(tmp_path):
 
 
 def test_resuming_with_other_settings_is_refused(tmp_path):
-    settings = {"data": "d", "config": {"epochs": 3, "rates": {"k": 1e-3}}}
+    settings = {"data": "d", "epochs": 3, "rates": {"k": 1e-3}}
     runs.settle(tmp_path, settings, resume=False)
     assert json.loads((tmp_path / runs.SETTINGS).read_text()) == settings
     runs.settle(tmp_path, settings, resume=True)
     with pytest.raises(TrainingError, match=r"data was \"d\", is \"e\"; epochs was 3, is 4\)"):
-        runs.settle(tmp_path, {"data": "e", "config": {"epochs": 4, "rates": {"k": 1e-3}}}, resume=True)
+        runs.settle(tmp_path, {"data": "e", "epochs": 4, "rates": {"k": 1e-3}}, resume=True)
     (tmp_path / runs.SETTINGS).write_text("{")
     with pytest.raises(TrainingError, match="cannot be read"):
         runs.settle(tmp_path, settings, resume=True)

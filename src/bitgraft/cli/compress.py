@@ -65,9 +65,12 @@ def compress(
 
     from bitgraft.compression.distil import CALIBRATION, ON_DRAWINGS
     from bitgraft.format.inspect import inspect_file
-    from bitgraft.workflows.compress_task import Job, run
+    from bitgraft.workflows.compress_task import compress_into
 
-    job = Job(
+    chosen = opt.requested_backbone(store, backbone, weights, pretrained, "name the fine-tuned network with --backbone")
+    made, measured_on = compress_into(
+        store,
+        chosen,
         finetuned,
         task,
         classes=_names(classes),
@@ -78,13 +81,13 @@ def compress(
         options=options,
         workers=workers,
         overwrite=overwrite,
+        callbacks=[] if as_json else [_Distance()],
     )
-    chosen = opt.requested_backbone(store, backbone, weights, pretrained, "name the fine-tuned network with --backbone")
-    done = run(store, chosen, job, callbacks=[] if as_json else [_Distance()])
-    found, made = inspect_file(done.path), done.made
+    path = Store(store).path(task)
+    found = inspect_file(path)
     report = {
         "task": task,
-        "file": str(done.path),
+        "file": str(path),
         "classes": list(made.task.classes or ()),
         "bytes": found.size,
         "bytes_by_kind": found.bytes,
@@ -93,10 +96,10 @@ def compress(
         "bits_per_weight": found.bits_per_weight,
         "kept": made.kept,
         "cosine": made.cosine,
-        "measured_on": done.measured_on,
+        "measured_on": measured_on,
         "accuracy": made.accuracy,
         "history": made.history,
-        "notes": done.notes,
+        "notes": made.warnings,
     }
     show(as_json, report, "\n".join(_lines(report)))
 

@@ -16,6 +16,7 @@ from bitgraft.methods import registry
 from bitgraft.methods.preset_options import preset_options
 from bitgraft.runtime import heads
 from bitgraft.task import Task
+from bitgraft.transforms.masked import Masked
 
 
 def new_task(
@@ -55,9 +56,26 @@ def new_task(
     task = Task(metadata, anatomy, transforms, {**owned, **tensors}, module)
     task.preset = preset or "default"
     if start_task is not None:
-        task.start_from(start_task)
+        _start_from(task, start_task)
     dependencies.freeze(earlier)
     return task
+
+
+def _start_from(task: Task, earlier: Task) -> None:
+    """Copy another task's masks, k and norm layers, but not its head."""
+    theirs, stored, head = earlier.transforms, earlier.stored(), set(task.anatomy.head_names())
+    for name, transform in task.transforms.items():
+        other = theirs.get(name)
+        if not isinstance(transform, Masked) or type(other) is not Masked:
+            raise TaskError(
+                f"a task cannot start from {earlier.name!r}, whose {name!r} has no mask of its own: start from a "
+                "task of method full that borrows nothing"
+            )
+        transform.start_as(other, task.anatomy.tensor(name))
+    with torch.no_grad():
+        for name, tensor in task.owned.items():
+            if name in stored and name not in head:
+                tensor.copy_(stored[name])
 
 
 def _refuse_shared(head: Any, anatomy: Anatomy, tasks: Mapping[str, Task]) -> None:

@@ -4,14 +4,13 @@ import time
 from collections.abc import Sequence
 
 import torch
-from accelerate import Accelerator
 
 from bitgraft.errors import TrainingError
 from bitgraft.methods.registry import Phase
 from bitgraft.training.callbacks import Plan
 from bitgraft.training.checkpoint import Position
 from bitgraft.training.config import Config
-from bitgraft.training.learner import Learner, Objective, dry_run
+from bitgraft.training.learner import Learner
 from bitgraft.training.loader import InterleavedLoader
 from bitgraft.training.presets import QUICK
 from bitgraft.training.processes import from_main
@@ -46,22 +45,16 @@ def planned_epochs(config: Config, steps_per_epoch: float, classes: int, seconds
 
 
 def plan(
-    config: Config,
-    phases: Sequence[Phase],
-    learner: Learner,
-    train_loader: InterleavedLoader,
-    objective: Objective,
-    at: Position,
-    accelerator: Accelerator,
+    config: Config, phases: Sequence[Phase], learner: Learner, train_loader: InterleavedLoader, at: Position
 ) -> Plan:
     """Plan a run and set `at.epochs`; a resumed run keeps its `at.epochs`.
 
     Steps are timed if the user did not choose how many to run.
     """
     timed = config.minutes is not None or config.steps == "auto"
-    seconds = seconds_per_step(learner, train_loader, objective, accelerator) if timed else None
+    seconds = seconds_per_step(learner, train_loader) if timed else None
     steps_per_task = len(train_loader) / len(learner.tasks)  # a task sees as many images as if trained alone
-    classes = max(count or 0 for count in objective.classes.values())
+    classes = max(len(task.classes or ()) for task in learner.tasks.values())
     at.epochs = at.epochs or planned_epochs(config, steps_per_task, classes, seconds)
     epochs = sum(share_of(at.epochs, phase, phases) for phase in phases)
     return Plan(list(learner.tasks), epochs, len(train_loader), at.epochs_done, seconds)
@@ -74,17 +67,15 @@ def share_of(epochs: int, phase: Phase, phases: Sequence[Phase]) -> int:
     return max(1, round(epochs * phase.epochs / sum(one.epochs or 0 for one in phases)))
 
 
-def seconds_per_step(
-    learner: Learner, train_loader: InterleavedLoader, objective: Objective, accelerator: Accelerator
-) -> float:
+def seconds_per_step(learner: Learner, train_loader: InterleavedLoader) -> float:
     """The mean time of a step over the tasks, measured in the main process on each task's first batch."""
     seconds = []
-    for task in learner.tasks:
-        step_batch = next(batch for batch in train_loader.from_step(0, 0) if batch.task == task)
+    for loader in train_loader.loaders.values():
+        batch = next(loader.from_step(0, 0))
         for _ in range(2):  # the first one warms up
             began = time.perf_counter()
-            dry_run(learner, step_batch, objective, accelerator)
-            if accelerator.device.type != "cpu":
+            learner.dry_run(batch)
+            if learner.accelerator.device.type != "cpu":
                 torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - began)
-    return from_main(sum(seconds) / len(seconds), accelerator)
+    return from_main(sum(seconds) / len(seconds), learner.accelerator)

@@ -2,12 +2,11 @@
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from bitgraft.backbone.files import write_atomically
@@ -47,7 +46,7 @@ class Result:
     best: dict[str, Any] | None = None
     """The record of the best epoch on validation; epoch 0 is `start`."""
     best_tasks: Values | None = field(default=None, repr=False)
-    """The tasks' state dicts, and the shared weights, at the best epoch; set at the end of the run."""
+    """The tasks' state dicts, and the shared weights, at the best epoch."""
 
     def may_improve(self, at: Position, config: Config) -> bool:
         """False once `config.patience` epochs have passed since the best one and since masks were annealed."""
@@ -76,24 +75,23 @@ class Result:
 class State:
     at: Position
     result: Result
-    best_tasks: Values | None
     sums: Tensor
     """Loss, correct answers and images of this epoch, in this process."""
-    optimizers: Sequence[Any]
-    """Optimisers to save, or their loaded state dicts; none before a phase's first step."""
+    optimizers: Sequence[dict[str, Any]]
+    """Their state dicts; none before a phase's first step."""
 
 
-def save(path: Path, settings: Mapping[str, Any], state: State, learner: Learner, accelerator: Accelerator) -> None:
+def save(path: Path, settings: Mapping[str, Any], state: State, learner: Learner) -> None:
     """Call it in all processes: the main one writes, and all go on once it has."""
+    accelerator = learner.accelerator
     own = random_state(accelerator.device) | {"sums": state.sums.cpu()}
     held = {
         "settings": dict(settings),
-        "at": asdict(state.at),
-        "result": asdict(state.result),
-        "best_tasks": state.best_tasks,
+        "at": vars(state.at),
+        "result": vars(state.result),
         "processes": gathered(own, accelerator),
-        "optimizers": [optimizer.state_dict() for optimizer in state.optimizers],
-        "tasks": {name: part.state_dict() for name, part in learner.parts.items()},
+        "optimizers": state.optimizers,
+        "learned": {name: part.state_dict() for name, part in learner.parts.items()},
         "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,
     }
     if accelerator.is_main_process:
@@ -104,7 +102,7 @@ def save(path: Path, settings: Mapping[str, Any], state: State, learner: Learner
     accelerator.wait_for_everyone()
 
 
-def load(path: Path, settings: Mapping[str, Any], learner: Learner, accelerator: Accelerator) -> State:
+def load(path: Path, settings: Mapping[str, Any], learner: Learner) -> State:
     """Restore the learner, the random state and the gradient scaler; return the rest.
 
     `settings` must be those that the run was saved with. A checkpoint holds only tensors and plain data: loading it
@@ -115,31 +113,31 @@ def load(path: Path, settings: Mapping[str, Any], learner: Learner, accelerator:
     try:
         held = torch.load(path, map_location="cpu", weights_only=True)
         before, at, result = held["settings"], Position(**held["at"]), Result(**held["result"])
-        tasks, processes = held["tasks"], held["processes"]
+        learned, processes = held["learned"], held["processes"]
     except Exception as cause:  # a damaged file can raise anything
         raise TrainingError(f"the checkpoint {path} cannot be read ({cause}): remove it and start again") from cause
     changed = sorted(name for name, value in settings.items() if before.get(name) != value)
-    if changed or set(tasks) != set(learner.parts):
+    if changed or set(learned) != set(learner.parts):
         raise TrainingError(
             f"the run in {path.parent} was started with other settings ({', '.join(changed) or 'tasks'}): "
             "resume it with the same ones, or start without resuming"
         )
     try:
-        learner.restore(tasks)
+        learner.restore(learned)
     except RuntimeError as cause:  # load_state_dict: other keys or shapes
         raise TrainingError(
             f"the run in {path.parent} was started with another method, other options or other classes: add the task "
             "as it was added then, or start without resuming"
         ) from cause
+    accelerator, rank = learner.accelerator, learner.accelerator.process_index
     if accelerator.scaler is not None and held["scaler"] is not None:
         accelerator.scaler.load_state_dict(held["scaler"])
-    rank = accelerator.process_index
     set_random_state(processes[rank % len(processes)], accelerator.device)
     if len(processes) == accelerator.num_processes:
         sums = processes[rank]["sums"]
     else:  # the number of processes changed: the main one takes the total
         sums = sum((process["sums"] for process in processes), torch.zeros(3)) * (rank == 0)
-    return State(at, result, held["best_tasks"], sums, held["optimizers"])
+    return State(at, result, sums, held["optimizers"])
 
 
 def of_task(record: Mapping[str, Any], task: str) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class Config:
     keep: Literal["last", "best"] = AS_PRESET
     """Which epoch to keep: the last, or the best on validation. The result of `head_init` counts as epoch 0."""
     retreat: bool = AS_PRESET
-    """Halfway through a run in which no epoch since the warm-up is better on validation than those before, go back to the
+    """Halfway through a run, if no epoch since the warm-up is better on validation than those before, go back to the
     best state and go on with a quarter of the rates."""
     size: int | None = AS_PRESET
     """Pixels of a square input; by default the backbone's own."""

@@ -10,43 +10,37 @@ from accelerate import Accelerator
 
 from bitgraft.errors import TrainingError
 from bitgraft.network import Network
-from bitgraft.training.batches import batch_size, call_model, to_device, to_dtype
+from bitgraft.task import evaluating
+from bitgraft.training.batches import batch_size, to_device
 from bitgraft.training.inputs import to_evaluate
 from bitgraft.training.learner import Objective
 from bitgraft.training.loader import Loader
 
 
 @torch.no_grad()
-def measure(
-    net: Network, name: str, loader: Loader, objective: Objective, accelerator: Accelerator
-) -> dict[str, float]:
+def measure(net: Network, loader: Loader, objective: Objective) -> dict[str, float]:
     """Loss and accuracy over all processes, in evaluation mode."""
-    task, device = net.tasks[name], accelerator.device
-    was_training = task.training
-    task.eval()
-    sums = torch.zeros(3, device=device)  # loss, correct answers, images
-    for batch in loader:
-        objective.check_labels(name, batch[1], loader.name)
-        inputs, targets = to_device(batch, device)
-        with accelerator.autocast():
-            images = to_dtype(inputs, net.anatomy.dtype)
-            output = call_model(partial(net, task=name), images, objective.forward_targets(targets))
-        loss = objective(name, output, targets, batch_size(inputs), evaluating=True)
-        sums[:2] += torch.stack([loss.float(), objective.num_correct(output, targets).float()])
-        sums[2] += batch_size(inputs)
-    task.train(was_training)
+    name, accelerator = loader.task, loader.accelerator
+    sums = torch.zeros(3, device=accelerator.device)  # loss, correct answers, images
+    with evaluating(net.tasks[name]):
+        for inputs, targets in loader:
+            objective.check_labels(name, targets, loader.name)
+            inputs, targets = to_device((inputs, targets), accelerator.device)
+            with accelerator.autocast():
+                output = objective.run(partial(net, task=name), name, inputs, targets)
+            loss = objective(name, output, targets, batch_size(inputs), evaluating=True)
+            sums[:2] += torch.stack([loss.float(), objective.num_correct(output, targets).float()])
+            sums[2] += batch_size(inputs)
     total, correct, images = accelerator.reduce(sums, "sum").tolist()
     if not math.isfinite(total):
-        cause = loader.find_non_finite(accelerator) or "all images are finite, so train with lower rates"
+        cause = loader.find_non_finite() or "all images are finite, so train with lower rates"
         raise TrainingError(f"the loss on {loader.name} is not finite: {cause}")
     return {"loss": total / images, "accuracy": correct / images}
 
 
-def validate(
-    net: Network, loaders: Mapping[str, Loader], objective: Objective, accelerator: Accelerator
-) -> dict[str, Any]:
+def validate(net: Network, loaders: Mapping[str, Loader], objective: Objective) -> dict[str, Any]:
     """The validation part of an epoch's record: the mean over tasks and, if there are several, each task's own."""
-    scores = {name: measure(net, name, loader, objective, accelerator) for name, loader in loaders.items()}
+    scores = {name: measure(net, loader, objective) for name, loader in loaders.items()}
     if not scores:
         return {}
     mean = {f"val_{metric}": sum(s[metric] for s in scores.values()) / len(scores) for metric in ("loss", "accuracy")}
@@ -67,4 +61,4 @@ def evaluate(
     accelerator, held = Accelerator(), net._added(task)
     loader = Loader(to_evaluate(held, data, split, seed), "test", task, batch, accelerator, workers, pad=False)
     net.to(accelerator.device)
-    return measure(net, task, loader, Objective([held]), accelerator)
+    return measure(net, loader, Objective([held]))

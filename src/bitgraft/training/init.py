@@ -5,22 +5,20 @@ backbone's statistics is useless once the task's own are used; kept statistics s
 its shard of the images; all end with the same task.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bitgraft.network import Network
 from bitgraft.runtime.task_module import TaskModule
-from bitgraft.training.batches import call_model, to_device, to_dtype
+from bitgraft.task import Task
+from bitgraft.training.batches import call_model, to_device
 from bitgraft.training.config import Config
 from bitgraft.training.inputs import check_several_classes
 from bitgraft.training.learner import Objective
-from bitgraft.training.loader import Loader, MicroBatch
+from bitgraft.training.loader import Loader
 from bitgraft.training.mean_shift_correction import InputSums, corrected_weights
 from bitgraft.training.processes import broadcast_from_main, from_main, gathered_in_main
 from bitgraft.training.sync_bn import over_processes
@@ -30,73 +28,64 @@ DECAY = 3e-3  # on features of unit scale; with less the head overfits
 ON_DEVICE = 1 << 30  # bytes of features up to which the head is fitted on the device instead of the CPU
 
 
-def initialize(
-    net: Network, name: str, train_loader: Loader, objective: Objective, config: Config, accelerator: Accelerator
-) -> None:
+def initialize(task: Task, train_loader: Loader, objective: Objective, config: Config) -> None:
     """Prepare a task for its first step, as the configuration says."""
-    task, device = net.tasks[name], accelerator.device
-    data, workers = train_loader.data, train_loader.workers
+    data, accelerator, workers = train_loader.data, train_loader.accelerator, train_loader.workers
     broadcast_from_main(task, accelerator)
     if config.head_init:
-        shuffled = Loader(data, "training", name, config.batch, accelerator, workers, config.seed, min_size=2)
-        batches = shuffled.from_step(0, 0)
-        shards = ((inputs, objective.forward_targets(targets), micro[0]) for (inputs, targets), micro in batches)
-        reset_statistics(net, name, shards, accelerator)
+        order = {"seed": config.seed, "min_size": 2}
+        shuffled = Loader(data, "training", task.name, config.batch, accelerator, workers, **order)
+        reset_statistics(task, shuffled, objective)
     correct_means = config.mean_shift_correction and config.statistics == "kept"
     if config.head_init or correct_means:
         plain = data.without_augmentation() if hasattr(data, "without_augmentation") else data
-        in_order = Loader(plain, "training", name, 4 * config.batch, accelerator, workers, pad=False)
-        observed = observe(net, name, in_order, device, head=config.head_init, means=correct_means)
+        in_order = Loader(plain, "training", task.name, 4 * config.batch, accelerator, workers, pad=False)
+        observed = observe(task, in_order, head=config.head_init, means=correct_means)
         for labels in observed.labels:
-            objective.check_labels(name, labels, in_order.name)
-        observed.indices = [index for shard in in_order.batches for index in shard]
-        if shards_observed := gathered_in_main(observed, accelerator):
-            observed = _merged(shards_observed)
+            objective.check_labels(task.name, labels, in_order.name)
+        if shards := gathered_in_main(observed, accelerator):
+            observed = _merged(shards)
             if observed.labels and objective.loss is None and observed.labels[0].dim() == 1:
                 check_several_classes(task, torch.cat(observed.labels).tolist())
-            fit_head(net, name, observed, device, config.label_smoothing)
+            fit_head(task, observed, accelerator.device, config.label_smoothing)
         means = from_main(observed.means, accelerator)
-        task.correct_mean_shift({weight: mean.to(device) for weight, mean in means.items()})
+        task.correct_mean_shift({weight: mean.to(accelerator.device) for weight, mean in means.items()})
     broadcast_from_main(task, accelerator)
 
 
 @torch.no_grad()
-def reset_statistics(
-    net: Network, name: str, batches: Iterable[tuple[Any, Any, MicroBatch]], accelerator: Accelerator
-) -> None:
-    """Set the statistics that training updates to the mean over one pass of (inputs, targets, micro-batch)."""
-    task_module = TaskModule(net.tasks[name].train())
+def reset_statistics(task: Task, loader: Loader, objective: Objective) -> None:
+    """Set the statistics that training updates to the mean over one pass."""
+    task_module = TaskModule(task.train())
     task_module.refresh()
     layers: list[Any] = [m for m in task_module.module.modules() if getattr(m, "num_batches_tracked", None) is not None]
     layers = [layer for layer in layers if layer.training]
-    if not layers:
-        return
     for layer in layers:  # of this temporary module only
         layer.momentum = None  # a cumulative average
         layer.num_batches_tracked.zero_()
-    for inputs, targets, micro in batches:
-        with over_processes(accelerator.num_processes, count=micro.local_size > 0):
-            inputs, targets = to_device((inputs, targets), accelerator.device)
-            call_model(task_module, to_dtype(inputs, net.anatomy.dtype), targets)
+    for batch in loader.from_step(0, 0) if layers else ():
+        inputs, targets = to_device((batch.inputs, batch.targets), loader.accelerator.device)
+        with over_processes(loader.accelerator, count=batch.micro_batches[0].local_size > 0):
+            objective.run(task_module, task.name, inputs, targets)
 
 
 @dataclass
 class Observed:
     """What one pass over the training images collects."""
 
+    indices: list[int]
+    """The images, in order."""
     features: list[Tensor] = field(default_factory=list)
     """Inputs of the head, on the CPU."""
     labels: list[Tensor] = field(default_factory=list)
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Inputs of each corrected weight, summed over images and pixels."""
     pixels: dict[str, int] = field(default_factory=dict)
-    indices: list[int] = field(default_factory=list)
-    """The images, in order."""
 
     def add_features(self, features: Tensor) -> None:
         """Keep features that a linear head can be fitted on, one vector per image."""
-        if features.dim() == 2 or _is_pixel(features):
-            self.features.append(features.cpu())
+        if features.dim() > 1 and features[0, 0].numel() == 1:  # a 1x1 convolution may see a map of one pixel
+            self.features.append(features.flatten(1).cpu())
 
     @property
     def means(self) -> dict[str, Tensor]:
@@ -105,33 +94,24 @@ class Observed:
 
 
 @torch.no_grad()
-def observe(
-    net: Network,
-    name: str,
-    batches: Iterable[tuple[Any, Any]],
-    device: torch.device,
-    *,
-    head: bool = False,
-    means: bool = False,
-) -> Observed:
+def observe(task: Task, loader: Loader, *, head: bool = False, means: bool = False) -> Observed:
     """Run all images in evaluation mode and collect the head's inputs and labels, input means, or both."""
-    task = net.tasks[name].eval()
-    task_module = TaskModule(task)
+    anatomy, task_module = task.anatomy, TaskModule(task.eval())
     task_module.refresh()
-    observed, hooks = Observed(), []
-    if head := head and len(net.anatomy.heads) < 2 and task.metadata.head in ("classes", "linear"):
-        layer = task.head if task.head is not None else task_module.module.get_submodule(net.anatomy.heads[0])
-        hooks.append(layer.register_forward_pre_hook(lambda layer, args: observed.add_features(args[0])))
+    observed = Observed([index for shard in loader.batches for index in shard])
+    if head := head and len(anatomy.heads) < 2 and task.metadata.head in ("classes", "linear"):
+        layer = task.head if task.head is not None else task_module.module.get_submodule(anatomy.heads[0])
+        hook = layer.register_forward_pre_hook(lambda layer, args: observed.add_features(args[0]))
     weights = corrected_weights(task) if means else []
     inputs = InputSums({id(task_module.module.get_parameter(weight)): weight for weight in weights})
     try:
-        for images, targets in batches:
+        for images, targets in loader:
             with inputs:
-                call_model(task_module, to_dtype(to_device(images, device), net.anatomy.dtype))
+                call_model(task_module, to_device(images, loader.accelerator.device), anatomy.dtype)
             if head and isinstance(targets, Tensor):
                 observed.labels.append(targets)
     finally:
-        for hook in hooks:
+        if head:
             hook.remove()
     observed.sums, observed.pixels = {weight: total.cpu() for weight, total in inputs.sums.items()}, inputs.pixels
     return observed
@@ -141,45 +121,34 @@ def _merged(shards: list[Observed]) -> Observed:
     """What all processes observed, in the order of one process."""
     if len(shards) == 1:
         return shards[0]
-    merged = Observed()
+    merged = Observed([index for shard in shards for index in shard.indices])
     for shard in shards:
         for name, total in shard.sums.items():
             merged.sums[name] = merged.sums[name] + total if name in merged.sums else total
             merged.pixels[name] = merged.pixels.get(name, 0) + shard.pixels[name]
-    order = torch.tensor([index for shard in shards for index in shard.indices]).argsort()
+    order = torch.tensor(merged.indices).argsort()
     for kind in ("features", "labels"):
         if rows := [batch for shard in shards for batch in getattr(shard, kind)]:
             getattr(merged, kind).append(torch.cat(rows)[order])
     return merged
 
 
-def fit_head(net: Network, name: str, observed: Observed, device: torch.device, smoothing: float) -> None:
+def fit_head(task: Task, observed: Observed, device: torch.device, smoothing: float) -> None:
     """Fit a linear head on all cached features by the cross entropy of training, if the targets are class numbers."""
     if not observed.features or not observed.labels:
         return
     features, labels = torch.cat(observed.features), torch.cat(observed.labels)
-    features = features.flatten(1) if _is_pixel(features) else features
-    weight, bias = _head_parameters(net, name)
-    if features.dim() == 2 and _are_classes(labels, len(weight)):
+    held: dict[str, Any] = task.owned if task.head is None else dict(task.head.named_parameters())
+    prefix = f"{task.anatomy.heads[0]}." if task.head is None else ""
+    weight, bias = held[f"{prefix}weight"], held.get(f"{prefix}bias")
+    if _are_classes(labels, len(weight)):
         device = device if features.nbytes <= ON_DEVICE else features.device
         _minimise(features.to(device).float(), labels.long().to(device), smoothing, weight, bias)
-
-
-def _head_parameters(net: Network, name: str) -> tuple[nn.Parameter, nn.Parameter | None]:
-    task = net.tasks[name]
-    held: dict[str, Any] = task.owned if task.head is None else dict(task.head.named_parameters())
-    prefix = f"{net.anatomy.heads[0]}." if task.head is None else ""
-    return held[f"{prefix}weight"], held.get(f"{prefix}bias")
 
 
 def _are_classes(labels: Tensor, count: int) -> bool:
     """Whether these are class numbers; a loss of the user's own takes any targets."""
     return labels.dim() == 1 and not labels.is_floating_point() and 0 <= int(labels.min()) <= int(labels.max()) < count
-
-
-def _is_pixel(features: Tensor) -> bool:
-    """Inputs of a head that is a 1x1 convolution on a map of one pixel."""
-    return features.dim() > 2 and features[0, 0].numel() == 1
 
 
 def _minimise(

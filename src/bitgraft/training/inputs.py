@@ -109,16 +109,14 @@ def to_train(task: Task, given: Any, val: Any, config: Config) -> tuple[Any, Any
         for text in given.warnings:
             warnings.warn(text, DataWarning, stacklevel=4)
     if isinstance(given, Splits):
-        _name_classes(task, given)
-        preprocessing = _set_preprocessing(task, config)
-        train = training_images(_of_task(task, given, "train"), given, preprocessing, config)
-        if val is None and given.val:
-            val = ImageDataset(_of_task(task, given, "val"), preprocessing)
-    elif _has_pil_images(given):
-        images = read_dataset(given, f"the training data of task {task.name!r}")
-        train = training_images(images, None, _set_preprocessing(task, config), config)
-    else:
-        train = given
+        if task.classes == tuple(map(str, range(len(given.classes)))):  # added with a number of classes
+            task.metadata = replace(task.metadata, classes=given.classes)
+        val = given if val is None and given.val else val
+    train = given
+    if (images := _images(task, given, "train")) is not None:
+        preprocessing = resized(task.metadata.preprocessing, config)
+        task.metadata = replace(task.metadata, preprocessing=preprocessing.to_dict())
+        train = training_images(images, given, preprocessing, config)
     if isinstance(val, str | Path):
         val = open_data(val, val_share=0.0)
     split = "val" if isinstance(val, Splits) and val.val else "train"
@@ -127,15 +125,19 @@ def to_train(task: Task, given: Any, val: Any, config: Config) -> tuple[Any, Any
 
 def to_evaluate(task: Task, given: Any, split: str = "test", seed: int = 0) -> Any:
     """A data set with the task's preprocessing; `split` chooses images of a folder, split by `seed`, or of splits."""
-    given, preprocessing = unwrapped(given), Preprocessing.from_dict(task.metadata.preprocessing)
+    given = unwrapped(given)
     _check_order(task, given)
     if isinstance(given, str | Path):
         given = open_to_evaluate(given, split, seed=seed)
-    if isinstance(given, Splits):
-        return ImageDataset(_of_task(task, given, split), preprocessing)
-    if _has_pil_images(given):
-        return ImageDataset(read_dataset(given, f"the data of task {task.name!r}"), preprocessing)
-    return given
+    images = _images(task, given, split)
+    return given if images is None else ImageDataset(images, Preprocessing.from_dict(task.metadata.preprocessing))
+
+
+def _images(task: Task, data: Any, split: str) -> Images | None:
+    """The images of a split or of a data set of PIL images; None for a data set of tensors."""
+    if isinstance(data, Splits):
+        return labelled(data, split, task.classes or (), f"task {task.name!r}")
+    return read_dataset(data, f"the data of task {task.name!r}") if _has_pil_images(data) else None
 
 
 def _check_order(task: Task, data: Any) -> None:
@@ -181,14 +183,15 @@ def resized(stated: Mapping[str, Any], config: Config) -> Preprocessing:
     return preprocessing.at(config.size or preprocessing.size, config.resize)
 
 
-def training_images(
-    images: Images, splits: Splits | None, preprocessing: Preprocessing, config: Config
-) -> ImageDataset:
-    """Images with augmentation; by default they are mirrored if the data set allows it."""
+def training_images(images: Images, data: Any, preprocessing: Preprocessing, config: Config) -> ImageDataset:
+    """Images with augmentation. `data` is where they are from: Splits, or a Dataset, which may return another image
+    each time."""
+    splits = data if isinstance(data, Splits) else None
     flip = (splits is None or splits.flip) if config.flip is None else config.flip
-    augmentation = Augmentation(flip=flip, crop=config.crop)
-    cached = splits is not None or images.files is not None  # a Dataset may return another image each time
-    return ImageDataset(images, preprocessing, augmentation, config.seed, cache_bytes=CACHE_BYTES if cached else 0)
+    cache = CACHE_BYTES if splits is not None or images.files is not None else 0
+    return ImageDataset(
+        images, preprocessing, Augmentation(flip=flip, crop=config.crop), config.seed, cache_bytes=cache
+    )
 
 
 def labelled(splits: Splits, part: str, classes: Sequence[str], whose: str, choice: str = 'split="{}"') -> Images:
@@ -210,23 +213,6 @@ def labelled(splits: Splits, part: str, classes: Sequence[str], whose: str, choi
         )
     numbers = {name: number for number, name in enumerate(classes)}
     return replace(images, labels=tuple(numbers[splits.classes[label]] for label in images.labels))
-
-
-def _of_task(task: Task, splits: Splits, part: str) -> Images:
-    return labelled(splits, part, task.classes or (), f"task {task.name!r}")
-
-
-def _set_preprocessing(task: Task, config: Config) -> Preprocessing:
-    """Set the task's preprocessing to the size of the settings."""
-    preprocessing = resized(task.metadata.preprocessing, config)
-    task.metadata = replace(task.metadata, preprocessing=preprocessing.to_dict())
-    return preprocessing
-
-
-def _name_classes(task: Task, splits: Splits) -> None:
-    """Give a task that was added with a number of classes the class names of its data."""
-    if task.classes == tuple(map(str, range(len(splits.classes)))):
-        task.metadata = replace(task.metadata, classes=splits.classes)
 
 
 def _has_pil_images(data: Any) -> bool:

@@ -5,6 +5,7 @@ every batch. All processes run the same number of micro-batches, because batch n
 processes in each of them. A process whose shard is empty runs one placeholder image with weight 0.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,31 +38,26 @@ class MicroBatch:
         return max(1, self.local_size)
 
 
+@dataclass(eq=False)
 class ShardedBatchSampler(Sampler[list[int]]):
-    """This process's shard of each batch of an epoch, shuffled if there is a seed, starting at any step.
+    """This process's shard of each batch of an epoch, shuffled if there is a seed, starting at any step."""
 
-    Args:
-        accumulate: micro-batches per batch.
-        min_size: merge a smaller last batch, or micro-batch, into the one before it. Batch norm needs two images.
-        pad: give a process with an empty shard a placeholder image; otherwise it skips the batch.
-    """
+    count: int
+    size: int
+    seed: int | None = None
+    rank: int = 0
+    world_size: int = 1
+    accumulate: int = 1
+    """Micro-batches per batch."""
+    min_size: int = 1
+    """Merge a smaller last batch, or micro-batch, into the one before it. Batch norm needs two images."""
+    pad: bool = True
+    """Give a process with an empty shard a placeholder image; otherwise it skips the batch."""
+    epoch: int = 0
+    first_step: int = 0
 
-    def __init__(
-        self,
-        count: int,
-        size: int,
-        seed: int | None,
-        rank: int = 0,
-        world_size: int = 1,
-        *,
-        accumulate: int = 1,
-        min_size: int = 1,
-        pad: bool = True,
-    ) -> None:
-        self.count, self.size, self.seed, self.rank, self.world_size = count, size, seed, rank, world_size
-        self.accumulate, self.min_size, self.pad = accumulate, min_size, pad
-        self.global_sizes = _split(count, size, min_size)
-        self.epoch, self.first_step = 0, 0
+    def __post_init__(self) -> None:
+        self.global_sizes = _split(self.count, self.size, self.min_size)
 
     def seek(self, epoch: int, step: int = 0) -> "ShardedBatchSampler":
         """Start the next iteration at this step."""
@@ -73,12 +69,9 @@ class ShardedBatchSampler(Sampler[list[int]]):
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """The micro-batches of a step, in the order of this process's shard."""
-        sizes = self._micro_sizes(step)
-        return [MicroBatch(size, len(range(self.rank, size, self.world_size))) for size in sizes]
-
-    def _micro_sizes(self, step: int) -> list[int]:
         size = self.global_sizes[step]
-        return _split(size, max(self.min_size, -(-size // self.accumulate)), self.min_size)
+        sizes = _split(size, max(self.min_size, -(-size // self.accumulate)), self.min_size)
+        return [MicroBatch(size, len(range(self.rank, size, self.world_size))) for size in sizes]
 
     def __iter__(self) -> Iterator[list[int]]:
         order = list(range(self.count))
@@ -87,68 +80,12 @@ class ShardedBatchSampler(Sampler[list[int]]):
             order = torch.randperm(self.count, generator=rng).tolist()
         for step in range(self.first_step, len(self)):
             shard, start = [], step * self.size
-            for size in self._micro_sizes(step):
-                images = order[start : start + size]
+            for micro in self.micro_batches(step):
+                images = order[start : start + micro.global_size]
                 shard += images[self.rank :: self.world_size] or (images[:1] if self.pad else [])
-                start += size
+                start += micro.global_size
             if shard:
                 yield shard
-
-
-class Loader:
-    """A task's training, validation or test data in batches, from any step of any epoch.
-
-    Further options are those of `ShardedBatchSampler`.
-    """
-
-    def __init__(
-        self,
-        data: Any,
-        kind: str,
-        task: str,
-        size: int,
-        accelerator: Accelerator,
-        workers: int = 0,
-        seed: int | None = None,
-        **batching: Any,
-    ) -> None:
-        self.data, self.workers, self.name = data, workers, f"the {kind} data of task {task!r}"
-        if not len(data):
-            raise TrainingError(f"{self.name} is empty: give it at least one image")
-        rank, world_size = accelerator.process_index, accelerator.num_processes
-        self.batches = ShardedBatchSampler(len(data), size, seed, rank, world_size, **batching)
-        self._loader: DataLoader[Any] = DataLoader(
-            data,
-            batch_sampler=self.batches,
-            num_workers=workers,
-            pin_memory=accelerator.device.type == "cuda",
-            collate_fn=getattr(data, "collate_fn", None),
-            generator=torch.Generator(),  # each pass draws a seed, which must not advance the global generator
-        )
-
-    def from_step(self, epoch: int, step: int) -> Iterator[tuple[tuple[Any, Any], list[MicroBatch]]]:
-        """Yield ((inputs, targets) of this process, their micro-batches)."""
-        self._seek(epoch, step)
-        micro_batches = map(self.batches.micro_batches, range(step, len(self.batches)))
-        return zip(map(inputs_and_targets, self._loader), micro_batches, strict=True)
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        self._seek(0, 0)
-        return map(inputs_and_targets, self._loader)
-
-    def find_non_finite(self, accelerator: Accelerator, epoch: int = 0, steps: range | None = None) -> str | None:
-        """An error message for the first image with NaN or infinite values, or None. All processes must call it."""
-        steps = range(len(self.batches)) if steps is None else steps
-        self._seek(epoch, steps.start)
-        indices = (index for _, shard in zip(steps, self.batches, strict=False) for index in shard)
-        found = gathered(next((i for i in indices if not _is_finite(self.data[i])), None), accelerator)
-        first = min((index for index in found if index is not None), default=None)
-        return None if first is None else f"image {first} of {self.name} has NaN or infinite values: fix or remove it"
-
-    def _seek(self, epoch: int, step: int) -> None:
-        if hasattr(self.data, "set_epoch"):
-            self.data.set_epoch(epoch)
-        self.batches.seek(epoch, step)
 
 
 @dataclass(frozen=True)
@@ -158,14 +95,63 @@ class StepBatch:
     task: str
     name: str
     """How errors call the data."""
-    batch: tuple[Any, Any]
-    """(inputs, targets)."""
+    inputs: Any
+    targets: Any
     micro_batches: list[MicroBatch]
 
     @property
     def global_size(self) -> int:
         """Images over all processes."""
         return sum(micro.global_size for micro in self.micro_batches)
+
+
+class Loader:
+    """A task's training, validation or test data in batches, from any step of any epoch.
+
+    `batching` sets fields of `ShardedBatchSampler`.
+    """
+
+    def __init__(
+        self, data: Any, kind: str, task: str, size: int, accelerator: Accelerator, workers: int = 0, **batching: Any
+    ) -> None:
+        self.data, self.task, self.name = data, task, f"the {kind} data of task {task!r}"
+        self.accelerator, self.workers = accelerator, workers
+        if not len(data):
+            raise TrainingError(f"{self.name} is empty: give it at least one image")
+        batching |= {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
+        self.batches = ShardedBatchSampler(len(data), size, **batching)
+        self._loader: DataLoader[Any] = DataLoader(
+            data,
+            batch_sampler=self.batches,
+            num_workers=workers,
+            pin_memory=accelerator.device.type == "cuda",
+            collate_fn=getattr(data, "collate_fn", None),
+            generator=torch.Generator(),  # each pass draws a seed, which must not advance the global generator
+        )
+
+    def from_step(self, epoch: int, step: int) -> Iterator[StepBatch]:
+        self._seek(epoch, step)
+        for at, batch in enumerate(self._loader, start=step):
+            yield StepBatch(self.task, self.name, *inputs_and_targets(batch), self.batches.micro_batches(at))
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        """Yield (inputs, targets) of this process, for data that is not trained on."""
+        self._seek(0, 0)
+        return map(inputs_and_targets, self._loader)
+
+    def find_non_finite(self, epoch: int = 0, steps: range | None = None) -> str | None:
+        """An error message for the first image with NaN or infinite values, or None. All processes must call it."""
+        steps = range(len(self.batches)) if steps is None else steps
+        self._seek(epoch, steps.start)
+        indices = (index for _, shard in zip(steps, self.batches, strict=False) for index in shard)
+        own = next((index for index in indices if not _is_finite(self.data[index])), None)
+        found = [index for index in gathered(own, self.accelerator) if index is not None]
+        return f"image {min(found)} of {self.name} has NaN or infinite values: fix or remove it" if found else None
+
+    def _seek(self, epoch: int, step: int) -> None:
+        if hasattr(self.data, "set_epoch"):
+            self.data.set_epoch(epoch)
+        self.batches.seek(epoch, step)
 
 
 class InterleavedLoader:
@@ -186,42 +172,25 @@ class InterleavedLoader:
         return {task: len(loader.data) for task, loader in self.loaders.items()}
 
     def from_step(self, epoch: int, step: int) -> Iterator[StepBatch]:
-        streams = {}
-        for name, loader in self.loaders.items():
-            streams[name] = loader.from_step(epoch, sum(task == name for task, _ in self.order[:step]))
-        return (StepBatch(task, self.loaders[task].name, *next(streams[task])) for task, _ in self.order[step:])
+        done = Counter(task for task, _ in self.order[:step])
+        streams = {task: loader.from_step(epoch, done[task]) for task, loader in self.loaders.items()}
+        return (next(streams[task]) for task, _ in self.order[step:])
 
-    def find_non_finite(self, accelerator: Accelerator, epoch: int, steps: range) -> str | None:
+    def find_non_finite(self, epoch: int, steps: range) -> str | None:
         """An error message for the first image in these steps with NaN or infinite values, or None."""
         for name, loader in self.loaders.items():
             own = [step for task, step in self.order[steps.start : steps.stop] if task == name]
-            if own and (found := loader.find_non_finite(accelerator, epoch, range(own[0], own[-1] + 1))):
+            if own and (found := loader.find_non_finite(epoch, range(own[0], own[-1] + 1))):
                 return found
         return None
 
 
-def make_loaders(
-    tasks: Mapping[str, Task],
-    train: Mapping[str, Any],
-    val: Mapping[str, Any],
-    config: Config,
-    accelerator: Accelerator,
-    workers: int,
-) -> tuple[InterleavedLoader, dict[str, Loader]]:
-    """The loader of the training data of all tasks, and a loader for each task's validation data."""
-    train_loaders, val_loaders = {}, {}
-    for name, task in tasks.items():
-        has_batch_norm = any(tensor.endswith(".running_mean") for tensor in task.owned)
-        has_tail = any(transform.tail is not None for transform in task.transforms.values())  # with a batch norm
-        min_size = 2 if has_tail or (has_batch_norm and config.statistics == "batch") else 1
-        batching = {"accumulate": config.accumulate, "min_size": min_size}
-        train_loaders[name] = Loader(
-            train[name], "training", name, config.batch, accelerator, workers, config.seed, **batching
-        )
-        if val.get(name) is not None:
-            size = 4 * config.batch
-            val_loaders[name] = Loader(val[name], "validation", name, size, accelerator, workers, pad=False)
-    return InterleavedLoader(train_loaders), val_loaders
+def training_loader(task: Task, data: Any, config: Config, accelerator: Accelerator, workers: int) -> Loader:
+    has_batch_norm = any(tensor.endswith(".running_mean") for tensor in task.owned)
+    has_tail = any(transform.tail is not None for transform in task.transforms.values())  # with a batch norm
+    min_size = 2 if has_tail or (has_batch_norm and config.statistics == "batch") else 1
+    batching = {"seed": config.seed, "accumulate": config.accumulate, "min_size": min_size}
+    return Loader(data, "training", task.name, config.batch, accelerator, workers, **batching)
 
 
 def _is_finite(item: Any) -> bool:

@@ -1,7 +1,4 @@
-"""The one training loop. It knows phases, roles and batches, but no method by name.
-
-`fit` prepares the data and calls `_Run.run`: phases of epochs of steps. `_Run._step` is one optimiser step.
-"""
+"""The one training loop: phases of epochs of steps. It knows roles and batches, but no method by name."""
 
 import math
 import time
@@ -17,7 +14,6 @@ from accelerate import Accelerator
 from bitgraft.errors import StoppedError, TrainingError
 from bitgraft.methods import registry
 from bitgraft.network import Network
-from bitgraft.task import Task
 from bitgraft.training import budget, checkpoint, cpu, optimizers
 from bitgraft.training.batches import split_rows, to_device
 from bitgraft.training.callbacks import Callback
@@ -26,9 +22,9 @@ from bitgraft.training.config import Config
 from bitgraft.training.evaluation import validate
 from bitgraft.training.init import initialize
 from bitgraft.training.inputs import prepared
-from bitgraft.training.learner import Learner, Loss, Objective, Values, distributed, trainable
-from bitgraft.training.loader import InterleavedLoader, Loader, StepBatch, make_loaders
-from bitgraft.training.processes import check_supported, from_main, gathered, seeded
+from bitgraft.training.learner import Learner, Loss, Objective, trainable
+from bitgraft.training.loader import InterleavedLoader, Loader, StepBatch, training_loader
+from bitgraft.training.processes import check_supported, from_main, random_state_kept
 from bitgraft.training.progress import with_progress
 from bitgraft.training.sync_bn import explain_single_values, over_processes
 from bitgraft.training.weight_sizes import weight_sizes
@@ -76,20 +72,23 @@ def fit(
     tasks = {name: trainable(net, name) for name in task}
     train, val, config, workers = prepared(tasks, train, val or {}, config, workers, labelled=loss is None)
     objective = Objective(tasks.values(), loss, config.label_smoothing)
-    train_loader, val_loaders = make_loaders(tasks, train, val, config, accelerator, workers)
-    if config.class_weights is not None:
-        for name, data in train.items():
-            objective.set_class_weights(name, config.class_weights, data, accelerator.device)
+    train_loaders, val_loaders = {}, {}
+    for name in tasks:
+        train_loaders[name] = training_loader(tasks[name], train[name], config, accelerator, workers)
+        if val.get(name) is not None:
+            size = 4 * config.batch
+            val_loaders[name] = Loader(val[name], "validation", name, size, accelerator, workers, pad=False)
+        objective.set_class_weights(name, config.class_weights, train[name], accelerator.device)
+    learner, train_loader = Learner(net, objective, accelerator), InterleavedLoader(train_loaders)
     path = Path(folder) / "state.pt" if folder is not None else None
     callbacks = with_progress(callbacks, progress, accelerator.is_main_process)
-    run = _Run(
-        net, tasks, config, accelerator, objective, train_loader, val_loaders, path, callbacks, stop, checkpoint_every
-    )
+    run = _Run(learner, config, train_loader, val_loaders, path, callbacks, stop, checkpoint_every)
     try:
-        with explain_single_values(), seeded(config.seed, accelerator.device):
+        with explain_single_values(), random_state_kept(accelerator.device):
+            torch.manual_seed(config.seed)  # for dropout and the like
             return run.run(resume)
     finally:
-        run.learner.release()
+        learner.release()
         for callback in callbacks:
             callback.end()
 
@@ -98,11 +97,8 @@ def fit(
 class _Run:
     """One call of `fit`. It can start at any step of any epoch of any phase."""
 
-    net: Network
-    tasks: dict[str, Task]
+    learner: Learner
     config: Config
-    accelerator: Accelerator
-    objective: Objective
     train_loader: InterleavedLoader
     val_loaders: dict[str, Loader]
     path: Path | None
@@ -111,7 +107,8 @@ class _Run:
     checkpoint_every: float
 
     def __post_init__(self) -> None:
-        config, device = self.config, self.accelerator.device
+        config, learner, device = self.config, self.learner, self.learner.accelerator.device
+        self.tasks, self.objective, self.accelerator = learner.tasks, learner.objective, learner.accelerator
         method = next(task.metadata.method for task in self.tasks.values())
         self.phases = optimizers.phases_of(registry.get(method), config)
         for task in self.tasks.values():
@@ -119,55 +116,52 @@ class _Run:
             cpu.set_channels_last(task, device.type == "cpu")  # as `to_device` does with images
             if config.scale_k2_by_r:
                 task.scale_k2_by_r(config.scale_k2_by_r, config.seed)
-        self.net.to(device)
-        self.learner = Learner(self.net, self.tasks.values())
-        self.sizes = weight_sizes(self.learner.parts)  # before anything is trained, also when resuming
+        learner.net.to(device)
+        self.sizes = weight_sizes(learner.parts)  # before anything is trained, also when resuming
         self.settings = {**asdict(config), "number of images": self.train_loader.images}
         self.at, self.result = Position(), Result()
-        self.best: Values | None = None  # after the best epoch
-        self.good: Values = self.learner.values()  # the last values known to be finite
+        self.good = learner.values()  # the last values known to be finite
         self.checked = 0  # the step up to which the loss is known to be finite
         self.sums = torch.zeros(3, device=device)  # loss, correct answers, images of this epoch
+        self.resumed: Sequence[dict[str, Any]] = ()  # the state of a checkpoint's optimisers
         self.saved_at = time.monotonic()
 
     def run(self, resume: bool) -> Result:
-        state = self._load() if resume else None
-        if state is None:
+        if resume:
+            self._load()
+        else:
             for name, loader in self.train_loader.loaders.items():
-                initialize(self.net, name, loader, self.objective, self.config, self.accelerator)
+                initialize(self.tasks[name], loader, self.objective, self.config)
             self._check_finite("the initialised task is not finite", range(len(self.train_loader)))
-        plan = budget.plan(
-            self.config, self.phases, self.learner, self.train_loader, self.objective, self.at, self.accelerator
-        )
-        if state is None:
+        plan = budget.plan(self.config, self.phases, self.learner, self.train_loader, self.at)
+        if not resume:
             self._record_start()
-        self.model = distributed(self.learner, self.train_loader, self.objective, self.accelerator)
+        self.model = self.learner.distributed(self.train_loader)
         for callback in self.callbacks:
             callback.begin(plan)
         for phase in range(self.at.phase, len(self.phases)):
-            self._run_phase(state)
-            state = None
+            self._run_phase()
             self.at = replace(self.at, phase=phase + 1, epoch=0, step=0)
         self._finish()
         return self.result
 
-    def _run_phase(self, state: State | None) -> None:
+    def _run_phase(self) -> None:
         phase = self.phases[self.at.phase]
         if phase.prune is not None and self.at.epoch == 0 and self.at.step == 0:
             for task in self.tasks.values():
                 task.prune(phase.prune)
         self._build_optimizers(phase)
-        if state is not None and state.optimizers:
-            for optimizer, held in zip(self.optimizers, state.optimizers, strict=True):
-                optimizer.load_state_dict(held)
+        for optimizer, held in zip(self.optimizers, self.resumed, strict=False):
+            optimizer.load_state_dict(held)
+        self.resumed = ()
         epochs = budget.share_of(self.at.epochs, phase, self.phases)
         while self.at.epoch < epochs and self.result.may_improve(self.at, self.config):
             self._run_epoch(phase, epochs)
             record = self._record()
             self.at = replace(self.at, epoch=self.at.epoch + 1, step=0, epochs_done=self.at.epochs_done + 1)
-            goal = self.result.retreat_to(self.at, self.config)
-            if goal is not None and self.best is not None:
-                self.learner.restore(self.best)
+            if (goal := self.result.retreat_to(self.at, self.config)) is not None:
+                assert self.result.best_tasks is not None
+                self.learner.restore(self.result.best_tasks)
                 self.at.slowdown, record["retreat"] = checkpoint.SLOWDOWN, goal
                 self._build_optimizers(phase)
             for callback in self.callbacks:
@@ -184,41 +178,41 @@ class _Run:
             self.sums.zero_()
         for task in self.tasks.values():
             task.train()
-        for step_batch in self.train_loader.from_step(self.at.epochs_done, self.at.step):
+        for batch in self.train_loader.from_step(self.at.epochs_done, self.at.step):
             step = self.at.epoch * steps_per_epoch + self.at.step  # of the phase
             factor = optimizers.rate_factor(self.config, phase, step, steps_per_epoch, epochs)
             optimizers.set_rates(self.optimizers, self.at.slowdown * factor)
             hardness = optimizers.hardness(self.config, step, steps_per_epoch * epochs)
             for task in self.tasks.values():
                 task.set_hardness(hardness)
-            self._step(step_batch)
+            self._step(batch)
             self.at.step += 1
             for callback in self.callbacks:
-                callback.step(self.at.epochs_done, self.at.step, step_batch.global_size)
+                callback.step(self.at.epochs_done, self.at.step, batch.global_size)
             self._after_step()
 
-    def _step(self, step_batch: StepBatch) -> None:
+    def _step(self, batch: StepBatch) -> None:
         """One optimiser step: sum gradients over the micro-batches, then update the parameters."""
-        name, micro_batches = step_batch.task, step_batch.micro_batches
-        world_size = self.accelerator.num_processes
-        self.objective.check_labels(name, step_batch.batch[1], step_batch.name)
+        accelerator, micro_batches = self.accelerator, batch.micro_batches
+        self.objective.check_labels(batch.task, batch.targets, batch.name)
         rows = [micro.rows for micro in micro_batches]
-        inputs, targets = (split_rows(to_device(part, self.accelerator.device), rows) for part in step_batch.batch)
+        moved = to_device((batch.inputs, batch.targets), accelerator.device)
+        inputs, targets = (split_rows(part, rows) for part in moved)
         for micro, x, y in zip(micro_batches, inputs, targets, strict=True):
             counts = micro.local_size > 0  # otherwise x is a placeholder
             is_last = micro is micro_batches[-1]
-            with nullcontext() if is_last else self.accelerator.no_sync(self.model):
-                with self.accelerator.autocast(), over_processes(world_size, counts):
-                    output = self.model(x, name, self.objective.forward_targets(y))
-                    loss = self.objective(name, output, y, micro.rows)  # the sum over this process's images
+            with nullcontext() if is_last else accelerator.no_sync(self.model):
+                with accelerator.autocast(), over_processes(accelerator, counts):
+                    output = self.model(batch.task, x, y)
+                    loss = self.objective(batch.task, output, y, micro.rows)  # the sum over this process's images
                 # DDP averages over processes, so this is the gradient of the mean over the whole batch
-                self.accelerator.backward(loss * (world_size * counts / step_batch.global_size))
+                accelerator.backward(loss * (accelerator.num_processes * counts / batch.global_size))
             if counts:
                 with torch.no_grad():
                     correct = self.objective.num_correct(output, y)
                     self.sums[:2] += torch.stack([loss.detach().float(), correct.float()])
                     self.sums[2] += micro.local_size
-        optimizers.update(self.optimizers, self.accelerator.scaler)
+        optimizers.update(self.optimizers, accelerator.scaler)
 
     def _after_step(self) -> None:
         """Check the loss and save a checkpoint now and then, and stop if asked to."""
@@ -247,13 +241,13 @@ class _Run:
             callback.look(loss / images, correct / images)
 
     def _check_finite(self, problem: str = "the task is not finite", steps: range | None = None) -> None:
-        if not all(gathered(self.learner.is_finite(), self.accelerator)):
+        if not self.learner.is_finite():
             raise self._not_finite(problem, steps or range(max(0, self.checked - 1), self.at.step))
 
     def _not_finite(self, problem: str, steps: range) -> TrainingError:
         """Restore the last finite values; return an error that blames an image in these steps or the rates."""
         self.learner.restore(self.good)
-        cause = self.train_loader.find_non_finite(self.accelerator, self.at.epochs_done, steps)
+        cause = self.train_loader.find_non_finite(self.at.epochs_done, steps)
         where = f"{problem} in epoch {self.at.epochs_done + 1} at or shortly before step {self.at.step}"
         kept = f"; the last good state is in {self.path}" if self.path is not None and self.path.exists() else ""
         return TrainingError(f"{where}: {cause or f'lower the rates ({dict(self.config.rates)})'}{kept}")
@@ -261,50 +255,46 @@ class _Run:
     def _record_start(self) -> None:
         """Record the initialised task as epoch 0, which is kept if no epoch is better. Not for methods that prune."""
         if self.val_loaders and self.config.head_init and len(self.phases) == 1:
-            self.best = self.good = self.learner.values()
-            validated = validate(self.net, self.val_loaders, self.objective, self.accelerator)
-            self.result.start = self.result.best = {"epoch": 0, "phase": 1, **validated}
+            self.result.best_tasks = self.good = self.learner.values()
+            self.result.start = self.result.best = {"epoch": 0, "phase": 1, **self._validate()}
 
     def _record(self) -> dict[str, Any]:
         self._check_finite()
         self.good = self.learner.values()
         loss, correct, images = self.accelerator.reduce(self.sums, "sum").tolist()
-        record: dict[str, Any] = {
-            "epoch": self.at.epochs_done + 1,
-            "phase": self.at.phase + 1,
-            "train_loss": loss / images,
-            "train_accuracy": correct / images,
-        }
-        record |= validate(self.net, self.val_loaders, self.objective, self.accelerator)
+        record = {"epoch": self.at.epochs_done + 1, "phase": self.at.phase + 1}
+        record |= {"train_loss": loss / images, "train_accuracy": correct / images, **self._validate()}
         self.result.history.append(record)
         is_last_phase = self.at.phase == len(self.phases) - 1  # do not keep an epoch before pruning
         if self.val_loaders and is_last_phase and self.result.is_better(record):
-            self.result.best, self.best = record, self.good
+            self.result.best, self.result.best_tasks = record, self.good
         return record
 
+    def _validate(self) -> dict[str, Any]:
+        return validate(self.learner.net, self.val_loaders, self.objective)
+
     def _finish(self) -> None:
-        self.result.best_tasks = self.best
-        if self.config.keep == "best" and self.best is not None:
-            self.learner.restore(self.best)
+        result = self.result
+        if self.config.keep == "best" and result.best_tasks is not None:
+            self.learner.restore(result.best_tasks)
         for name, task in self.tasks.items():
             task._fold_mean_shift()
             task.eval()
-            last, best = (record and of_task(record, name) for record in (self.result.history[-1], self.result.best))
+            last, best = (record and of_task(record, name) for record in (result.history[-1], result.best))
             task.metrics = {"last": last, "best": best, "kept": self.config.keep}
-        self.net.joint = False  # from now on an ordinary backbone
+        self.learner.net.joint = False  # from now on an ordinary backbone
 
     def _save(self) -> None:
         self.saved_at = time.monotonic()
         if self.path is not None:
             self._check_finite()
             begun = self.at.epoch > 0 or self.at.step > 0  # each phase builds new optimisers
-            state = State(self.at, self.result, self.best, self.sums, self.optimizers if begun else ())
-            checkpoint.save(self.path, self.settings, state, self.learner, self.accelerator)
+            held = [optimizer.state_dict() for optimizer in self.optimizers] if begun else []
+            checkpoint.save(self.path, self.settings, State(self.at, self.result, self.sums, held), self.learner)
 
-    def _load(self) -> State:
+    def _load(self) -> None:
         if self.path is None:
             raise TrainingError("resume=True needs the folder of the run: pass folder=...")
-        state = checkpoint.load(self.path, self.settings, self.learner, self.accelerator)
-        self.at, self.result, self.best, self.good = state.at, state.result, state.best_tasks, self.learner.values()
+        state = checkpoint.load(self.path, self.settings, self.learner)
+        self.at, self.result, self.good, self.resumed = state.at, state.result, self.learner.values(), state.optimizers
         self.sums.copy_(state.sums)
-        return state

@@ -1,7 +1,6 @@
 """Communication between the processes of a run, and their random state."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -66,12 +65,6 @@ def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(state["device"], device)
 
 
-@contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch (dropout and the like); restore the caller's random state afterwards."""
-    before = random_state(device)
-    torch.manual_seed(seed)
-    try:
-        yield
-    finally:
-        set_random_state(before, device)
+def random_state_kept(device: torch.device) -> AbstractContextManager[None]:
+    """Restore the random state at the end."""
+    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)

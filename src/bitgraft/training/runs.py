@@ -15,7 +15,7 @@ STATE, SETTINGS, METRICS = "state.pt", "run.json", "metrics.jsonl"
 
 def begun(folder: Path) -> bool:
     """Whether an unfinished run is here, with or without a checkpoint."""
-    return (folder / STATE).exists() or (folder / SETTINGS).exists()
+    return interrupted(folder) or (folder / SETTINGS).exists()
 
 
 def interrupted(folder: Path) -> bool:
@@ -31,7 +31,8 @@ def done(folder: Path) -> None:
 
 @contextlib.contextmanager
 def occupied(folder: Path) -> Iterator[None]:
-    """Lock the folder against other commands; remove a new one if the run fails before its first checkpoint."""
+    """Lock the folder against other commands, until the process ends at the latest; remove a new one if the run fails
+    before its first checkpoint."""
     new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -39,7 +40,14 @@ def occupied(folder: Path) -> Iterator[None]:
     except OSError as cause:
         raise TrainingError(f"cannot write to {folder}: {cause.strerror}") from cause
     try:
-        _lock(held, folder)
+        import fcntl  # not on Windows, where a folder cannot be opened
+
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TrainingError(
+                f"another command is training in {folder}: wait for it, or choose another name"
+            ) from None
         try:
             yield
         except Exception:
@@ -62,7 +70,7 @@ def settle(folder: Path, settings: dict[str, Any], resume: bool) -> None:
         write_atomically(folder / SETTINGS, text.encode())
         return
     try:
-        was, wanted = (_flat(json.loads(kept)) for kept in ((folder / SETTINGS).read_text(), text))
+        was, wanted = json.loads((folder / SETTINGS).read_text()), json.loads(text)
     except (OSError, ValueError) as cause:
         raise TrainingError(f"{folder / SETTINGS} cannot be read ({cause}): pass --overwrite to start again") from cause
     if other := [name for name in wanted if was.get(name) != wanted[name]]:
@@ -71,23 +79,6 @@ def settle(folder: Path, settings: dict[str, Any], resume: bool) -> None:
             f"the run in {folder} was started with other settings ({shown}): resume it with the same ones, or pass "
             "--overwrite to start again"
         )
-
-
-def _lock(folder: int, path: Path) -> None:
-    """The lock is released when the folder is closed or the process ends, even if it is killed."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise TrainingError(f"another command is training in {path}: wait for it, or choose another name") from None
-
-
-def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    config = settings.pop("config", {})
-    return {**settings, **config}
 
 
 def _short(value: Any) -> str:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -29,9 +30,9 @@ class synchronised(TorchFunctionMode):  # noqa: N801 - used as a context manager
         return func(*args, **(kwargs or {}))
 
 
-def over_processes(processes: int, count: bool = True) -> AbstractContextManager[Any]:
+def over_processes(accelerator: Accelerator, count: bool) -> AbstractContextManager[Any]:
     """`synchronised` if there are several processes."""
-    return synchronised(count) if processes > 1 else nullcontext()
+    return synchronised(count) if accelerator.num_processes > 1 else nullcontext()
 
 
 class _AllReduce(torch.autograd.Function):

@@ -16,6 +16,7 @@ from bitgraft.format.archive import pack_task, to_bytes
 from bitgraft.format.description import Description
 from bitgraft.network import Network
 from bitgraft.runtime.identify.fitting import calibrated, fit_description, rank_for
+from bitgraft.task import evaluating
 from bitgraft.training.inputs import labelled
 
 MAX_IMAGES = 10_000  # more would take longer without better means
@@ -37,19 +38,17 @@ def describe(net: Network, name: str, data: Splits | str | Path, *, workers: int
     if not task.classes:
         raise TaskError(f"task {name!r} has no classes, so its images cannot be described")
     before, task.description = task.description, None
-    size, was_training = len(to_bytes(pack_task(task, net.fingerprint))), task.training
-    task.eval()
+    size = len(to_bytes(pack_task(task, net.fingerprint)))
     try:
-        features, labels, own = _features(net, name, splits, "train", workers, run=not splits.val)
-        rank = rank_for(features.shape[1], len(task.classes), size)
-        fitted = fit_description(features, labels, len(task.classes), rank)
-        if splits.val:
-            features, _, own = _features(net, name, splits, "val", workers, run=True)
-        task.description = found = calibrated(fitted, features, own)
-    finally:
-        task.train(was_training)
-        if task.description is None:  # it failed
-            task.description = before
+        with evaluating(task):
+            features, labels, own = _features(net, name, splits, "train", workers, run=not splits.val)
+            rank = rank_for(features.shape[1], len(task.classes), size)
+            fitted = fit_description(features, labels, len(task.classes), rank)
+            if splits.val:
+                features, _, own = _features(net, name, splits, "val", workers, run=True)
+            before = found = calibrated(fitted, features, own)
+    finally:  # the earlier one if it failed
+        task.description = before
     return found
 
 

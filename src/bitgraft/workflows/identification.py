@@ -14,6 +14,7 @@ from bitgraft.data.preprocessing import Preprocessing, evaluation_tensor
 from bitgraft.errors import TaskError
 from bitgraft.network import Network
 from bitgraft.runtime.identify.decision import Identified, described, union_scores
+from bitgraft.task import evaluating
 from bitgraft.workflows.prediction import ONE, best, preprocessing_of, torch_scores
 
 BATCH = 16
@@ -38,16 +39,11 @@ def identify(
     """
     if isinstance(images, ONE):
         return identify(net, [images], top=top, tasks=tasks)[0]  # type: ignore[index]
-    pictures, found, training = list(images), list[dict[str, Any]](), [t for t in net.tasks.values() if t.training]
-    for task in training:
-        task.eval()
-    try:
+    pictures, found = list(images), list[dict[str, Any]]()
+    with evaluating(*net.tasks.values()):
         for start in range(0, len(pictures), BATCH):
             batch = [prepare(net, picture) for picture in pictures[start : start + BATCH]]
             found += find(net, batch, top=top, tasks=tasks)
-    finally:
-        for task in training:
-            task.train()
     return found
 
 

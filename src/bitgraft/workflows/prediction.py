@@ -20,6 +20,7 @@ from bitgraft.runtime.heads import stated_preprocessing
 from bitgraft.runtime.module_cache import differs_in_tensors_only
 from bitgraft.runtime.onnx_graph import GraphCache
 from bitgraft.store import Backbone
+from bitgraft.task import evaluating
 
 Answers = list[dict[str, Any]]
 """The likeliest classes first, as {"class": name, "probability": number}."""
@@ -49,15 +50,11 @@ def predict(
 
 def _answers(net: Network, task: str, pictures: list[Picture], top: int, batch: int) -> list[Answers]:
     preprocessing, found, answers = preprocessing_of(net, task), net._find(task), list[Answers]()
-    was_training = found.training
-    found.eval()
-    try:
+    with evaluating(found):
         for start in range(0, len(pictures), batch):
             tensors = [evaluation_tensor(picture, preprocessing) for picture in pictures[start : start + batch]]
             scores = torch_scores(net, task, torch.stack(tensors))
             answers += [best(row, found.classes, top) for row in probabilities(net, scores)]
-    finally:
-        found.train(was_training)
     return answers
 
 

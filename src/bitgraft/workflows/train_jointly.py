@@ -17,17 +17,7 @@ from bitgraft.network import Network
 from bitgraft.store import Backbone, Store
 from bitgraft.training import runs
 from bitgraft.training.callbacks import Callback
-from bitgraft.workflows.train_task import (
-    Request,
-    TrainData,
-    TrainResult,
-    check_run,
-    finish,
-    fit_requests,
-    open_request,
-    run_in,
-    settings,
-)
+from bitgraft.workflows.train_task import Request, Run, TrainData, TrainResult, check_run, open_request
 
 WEIGHTS = "weights/backbone.safetensors"
 
@@ -65,18 +55,17 @@ def train_jointly(
     """
     accelerator = accelerator or Accelerator()
     check_new(folder, requests)
-    opened = list(data or map(open_request, requests))
-    run, net = run_folder(folder), Network(backbone.build()).joint_copy()
-    with run_in(run, settings(net, requests, opened), requests[0].resume, accelerator):
-        fitted = fit_requests(net, requests, opened, run, callbacks, accelerator, stop)
-        results = []
+    opened, net = list(data or map(open_request, requests)), Network(backbone.build()).joint_copy()
+    run, results = Run(net, requests, opened, run_folder(folder), accelerator), []
+    with run.begun():
+        fitted = run.fit(callbacks, stop)
+        run.finish()
         for request, one in zip(requests, opened, strict=True):
-            task = finish(net, request, one)
-            path = Path(folder) / f"{task.name}.safetensors"
+            task, path = net.tasks[request.task], Path(folder) / f"{request.task}.safetensors"
             results.append(TrainResult(task, path, fitted.history, task.metrics.get("test"), one.skipped))
         if accelerator.is_main_process:
             _write(Path(folder), backbone, net, results)
-            runs.done(run)
+            runs.done(run.folder)
         accelerator.wait_for_everyone()
     return results
 

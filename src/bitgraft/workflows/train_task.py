@@ -9,7 +9,6 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from bitgraft.data.dataset import ImageDataset
 from bitgraft.data.images import Images, Splits
 from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.data.splits import drop_bad, open_data
@@ -135,6 +134,87 @@ def check_free(store: Store, request: Request) -> None:
     check_run(store.run_folder(name), request, f"run of task {name!r}", store.folder)
 
 
+@dataclass(frozen=True)
+class Run:
+    """Requests that differ only in data and task; several are trained in turns."""
+
+    net: Network
+    requests: Sequence[Request]
+    opened: Sequence[TrainData]
+    folder: Path
+    accelerator: Accelerator
+
+    @contextlib.contextmanager
+    def begun(self, **more: Any) -> Iterator[None]:
+        """Lock the run's folder and write its settings, in the main process; the others wait for it."""
+        first, main = self.requests[0], self.accelerator.is_main_process
+        with runs.occupied(self.folder) if main else contextlib.nullcontext():
+            if main:
+                runs.settle(self.folder, {**self._settings(), **more}, first.resume)
+            self.accelerator.wait_for_everyone()
+            with one_sentence("; repair or remove it, or pass --skip-bad-images"):
+                yield
+
+    def fit(self, callbacks: Sequence[Callback], stop: Callable[[], bool]) -> Result:
+        """Add and train the tasks."""
+        first, main, data = self.requests[0], self.accelerator.is_main_process, {}
+        for request, opened in zip(self.requests, self.opened, strict=True):
+            data[request.task] = opened.splits
+            self.net.add_task(
+                request.task,
+                classes=opened.splits.classes,
+                method=request.method,
+                seed=request.config.seed,
+                preset=None,
+                borrow=request.borrow,
+                start=request.start,
+                **request.options,
+            )
+        return fit(
+            self.net,
+            list(data),
+            data,
+            None,
+            first.config,
+            folder=self.folder,
+            resume=first.resume and runs.interrupted(self.folder),
+            callbacks=[JsonLines(self.folder / runs.METRICS), *callbacks] if main else callbacks,
+            workers=first.workers,
+            accelerator=self.accelerator,
+            stop=stop,
+            progress=False,
+        )
+
+    def finish(self) -> None:
+        """Freeze the tasks, round them if the requests have `compact`, and measure the results."""
+        for request, data in zip(self.requests, self.opened, strict=True):
+            task = self.net.tasks[request.task]
+            task.freeze()
+            if request.compact and compact(task).is_compact and data.splits.val:
+                measured = measure(self.net, request, data, "val")
+                task.metrics[task.metrics["kept"]] |= {f"val_{metric}": value for metric, value in measured.items()}
+            if data.tested:
+                task.metrics["test"] = measure(self.net, request, data, "test")
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the settings that must not change when the run is resumed."""
+        first = self.requests[0]
+        method = {"method": first.method, "options": dict(first.options)}
+        settings: dict[str, Any] = {"backbone": self.net.fingerprint, **method, **asdict(first.config)}
+        for request, data in zip(self.requests, self.opened, strict=True):
+            splits = data.splits
+            settings[f"data of {request.task}"] = request.data
+            settings[f"classes of {request.task}"] = list(splits.classes)
+            counts = [len(part or ()) for part in (splits.train, splits.val, splits.test)]
+            settings[f"images of {request.task}"] = counts
+        return settings
+
+
+def measure(net: Network, request: Request, data: TrainData, split: str) -> dict[str, float]:
+    batch = 4 * request.config.batch
+    return evaluate(net, request.task, data.splits, split=split, batch=batch, workers=request.workers)
+
+
 def train(
     store: Store,
     net: Network,
@@ -152,12 +232,13 @@ def train(
     accelerator = accelerator or Accelerator()
     check_free(store, request)
     data = data or open_request(request)
-    folder, path = store.run_folder(request.task), store.path(request.task)
+    run = Run(net, [request], [data], store.run_folder(request.task), accelerator)
+    path = store.path(request.task)
     built_on = {
         "borrow": [content_hash(store.archive(name)) for name in request.borrow] or None,
         "start": content_hash(store.archive(request.start)) if request.start is not None else None,
     }
-    with run_in(folder, settings(net, [request], [data], **built_on), request.resume, accelerator):
+    with run.begun(**built_on):
         chained = registry.get(request.method).depends_on_previous  # such as PackNet
         chain = [name for name in store.names() if chained and store.archive(name).metadata.method == request.method]
         for earlier in [*chain, *request.earlier]:
@@ -165,105 +246,22 @@ def train(
                 store.load(net, earlier)
         if request.task in net.tasks:
             net.remove_task(request.task)
-        result = fit_requests(net, [request], [data], folder, callbacks, accelerator, stop)
-        task = net.tasks[request.task]
-        best_test = None
-        if request.both and result.best_tasks and result.best != result.history[-1]:
+        result = run.fit(callbacks, stop)
+        task, best_test = net.tasks[request.task], None
+        if request.both and data.tested and result.best_tasks and result.best != result.history[-1]:
             last = {name: tensor.clone() for name, tensor in task.state_dict().items()}
             task.load_state_dict(result.best_tasks[request.task])
-            best_test = _test(net, request, data)
+            best_test = measure(net, request, data, "test")
             task.load_state_dict(last)
-        finish(net, request, data)
+        run.finish()
         test = task.metrics.get("test")
         if accelerator.is_main_process:
             if request.describe and len(data.splits.train) > len(data.splits.classes):
                 describe(net, request.task, data.splits, workers=request.workers)
             net.save_task(request.task, path)
-            runs.done(folder)
+            runs.done(run.folder)
         accelerator.wait_for_everyone()
     return TrainResult(task, path, result.history, test, data.skipped, result.best, best_test or test)
-
-
-def finish(net: Network, request: Request, data: TrainData) -> Task:
-    """Freeze a task, round it if the request has `compact`, and measure the result."""
-    task = net.tasks[request.task]
-    task.freeze()
-    if request.compact and compact(task).is_compact and data.splits.val:
-        measured = _measure(net, request, data.splits.val)
-        task.metrics[task.metrics["kept"]] |= {f"val_{metric}": value for metric, value in measured.items()}
-    if test := _test(net, request, data):
-        task.metrics["test"] = test
-    return task
-
-
-@contextlib.contextmanager
-def run_in(folder: Path, settings: dict[str, Any], resume: bool, accelerator: Accelerator) -> Iterator[None]:
-    """Lock the run's folder and write its settings, in the main process; the others wait for it."""
-    with runs.occupied(folder) if accelerator.is_main_process else contextlib.nullcontext():
-        if accelerator.is_main_process:
-            runs.settle(folder, settings, resume)
-        accelerator.wait_for_everyone()
-        with one_sentence("; repair or remove it, or pass --skip-bad-images"):
-            yield
-
-
-def fit_requests(
-    net: Network,
-    requests: Sequence[Request],
-    opened: Sequence[TrainData],
-    folder: Path,
-    callbacks: Sequence[Callback],
-    accelerator: Accelerator,
-    stop: Callable[[], bool],
-) -> Result:
-    """Add and train the tasks of requests that differ only in data and task; several are trained in turns."""
-    first, config = requests[0], requests[0].config
-    for request, data in zip(requests, opened, strict=True):
-        net.add_task(
-            request.task,
-            classes=data.splits.classes,
-            method=request.method,
-            seed=config.seed,
-            preset=None,
-            borrow=request.borrow,
-            start=request.start,
-            **request.options,
-        )
-    return fit(
-        net,
-        [request.task for request in requests],
-        {request.task: data.splits for request, data in zip(requests, opened, strict=True)},
-        None,
-        config,
-        folder=folder,
-        resume=first.resume and runs.interrupted(folder),
-        callbacks=[JsonLines(folder / runs.METRICS), *callbacks] if accelerator.is_main_process else callbacks,
-        workers=first.workers,
-        accelerator=accelerator,
-        stop=stop,
-        progress=False,
-    )
-
-
-def _test(net: Network, request: Request, data: TrainData) -> dict[str, float] | None:
-    return _measure(net, request, data.tested) if data.tested else None
-
-
-def _measure(net: Network, request: Request, images: Images) -> dict[str, float]:
-    dataset = ImageDataset(images, preprocessing_for(net, request.config))
-    return evaluate(net, request.task, dataset, batch=4 * request.config.batch, workers=request.workers)
-
-
-def settings(net: Network, requests: Sequence[Request], opened: Sequence[TrainData], **more: Any) -> dict[str, Any]:
-    """Return the settings that must not change when a run is resumed."""
-    first, tasks = requests[0], {}
-    for request, data in zip(requests, opened, strict=True):
-        splits = (data.splits.train, data.splits.val, data.splits.test)
-        images = [len(split) if split else 0 for split in splits]
-        tasks[f"task {request.task}"] = {"data": request.data, "classes": list(data.splits.classes), "images": images}
-    about = tasks if len(tasks) > 1 else tasks[f"task {first.task}"]
-    method = {"backbone": net.fingerprint, "method": first.method, "options": dict(first.options)}
-    return {**method, **about, **more, "config": asdict(first.config)}
 
 
 @contextlib.contextmanager

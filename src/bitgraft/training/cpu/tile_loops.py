@@ -10,6 +10,8 @@ Maps are (maps, height, width, channels) and planes are (36, strips, tiles per s
 tiles of a map, so memory is read and written in long runs. One call handles the maps from `first` up to `last`.
 """
 
+from typing import Any
+
 import numpy as np
 from numba import njit
 
@@ -17,8 +19,7 @@ from bitgraft.transforms.kernels import compiled
 
 TILE = 4  # outputs per tile and direction
 FLAGS = {"reassoc", "nsz", "contract"}  # not nnan or ninf: NaN and infinities must propagate
-KINDS = ("inputs", "outputs", "filters")
-SIGNATURE = "void(i8, f4[:, :, :, ::1], f4[:, :, :, ::1], i8, i8, i8, i8, i8)"
+SIGNATURE = "void(f4[:, :, :, ::1], f4[:, :, :, ::1], i8, i8, i8, i8, i8)"
 
 _INPUTS = np.array(
     [
@@ -35,7 +36,7 @@ _OUTPUTS = np.array(
     [[1, 0, 0, 0], [1, 1, 1, 1], [1, -1, 1, -1], [1, 2, 4, 8], [1, -2, 4, -8], [0, 0, 0, 1]], np.float32
 )
 _FILTERS = np.array([[6, 0, 0], [-4, -4, -4], [-4, 4, -4], [1, 2, 4], [1, -2, 4], [0, 0, 24]], np.float32) / 24
-_INPUTS_T, _OUTPUTS_T, _FILTERS_T = (np.ascontiguousarray(matrix.T) for matrix in (_INPUTS, _OUTPUTS, _FILTERS))
+MATRICES: dict[str, Any] = {"inputs": _INPUTS, "outputs": _OUTPUTS, "filters": _FILTERS}
 
 
 @njit(inline="always")
@@ -60,74 +61,66 @@ def _both_sides(matrix, given, half, out):  # type: ignore[no-untyped-def]
         _matmul(matrix, half.reshape(rows, columns, size)[row], out.reshape(rows, rows, size)[row])
 
 
-@njit(inline="always")
-def _to_tiles(maps, planes, tile_rows, pad_top, pad_left, first, last, matrix):  # type: ignore[no-untyped-def]
+def _to_tiles_of(matrix):  # type: ignore[no-untyped-def]
     side, window = matrix.shape
-    _, height, width, channels = maps.shape
-    tile_columns = planes.shape[2]
-    given = np.empty((window, window, tile_columns, channels), np.float32)
-    half = np.empty((side, window, tile_columns, channels), np.float32)
-    out = np.empty((side, side, tile_columns, channels), np.float32)
-    for strip in range(first * tile_rows, last * tile_rows):
-        image, top = strip // tile_rows, strip % tile_rows * TILE - pad_top
-        for i in range(window):
-            for j in range(window):
-                for a in range(tile_columns):
-                    x = a * TILE - pad_left + j
-                    if 0 <= top + i < height and 0 <= x < width:
+
+    @compiled(SIGNATURE, fastmath=FLAGS)
+    def to_tiles(maps, planes, tile_rows, pad_top, pad_left, first, last):  # type: ignore[no-untyped-def]
+        _, height, width, channels = maps.shape
+        tile_columns = planes.shape[2]
+        given = np.empty((window, window, tile_columns, channels), np.float32)
+        half = np.empty((side, window, tile_columns, channels), np.float32)
+        out = np.empty((side, side, tile_columns, channels), np.float32)
+        for strip in range(first * tile_rows, last * tile_rows):
+            image, top = strip // tile_rows, strip % tile_rows * TILE - pad_top
+            for i in range(window):
+                for j in range(window):
+                    for a in range(tile_columns):
+                        x = a * TILE - pad_left + j
+                        if 0 <= top + i < height and 0 <= x < width:
+                            for c in range(channels):
+                                given[i, j, a, c] = maps[image, top + i, x, c]
+                        else:
+                            for c in range(channels):
+                                given[i, j, a, c] = 0
+            _both_sides(matrix, given, half, out)
+            for i in range(side):
+                for j in range(side):
+                    for a in range(tile_columns):
                         for c in range(channels):
-                            given[i, j, a, c] = maps[image, top + i, x, c]
-                    else:
-                        for c in range(channels):
-                            given[i, j, a, c] = 0
-        _both_sides(matrix, given, half, out)
-        for i in range(side):
-            for j in range(side):
-                for a in range(tile_columns):
-                    for c in range(channels):
-                        planes[i * side + j, strip, a, c] = out[i, j, a, c]
+                            planes[i * side + j, strip, a, c] = out[i, j, a, c]
+
+    return to_tiles
 
 
-@njit(inline="always")
-def _from_tiles(maps, planes, tile_rows, pad_top, pad_left, first, last, matrix):  # type: ignore[no-untyped-def]
+def _from_tiles_of(matrix):  # type: ignore[no-untyped-def]
     window, side = matrix.shape
-    _, height, width, channels = maps.shape
-    tile_columns = planes.shape[2]
-    given = np.empty((side, side, tile_columns, channels), np.float32)
-    half = np.empty((window, side, tile_columns, channels), np.float32)
-    out = np.empty((window, window, tile_columns, channels), np.float32)
-    maps[first:last] = 0
-    for strip in range(first * tile_rows, last * tile_rows):
-        image, top = strip // tile_rows, strip % tile_rows * TILE - pad_top
-        for i in range(side):
-            for j in range(side):
+
+    @compiled(SIGNATURE, fastmath=FLAGS)
+    def from_tiles(maps, planes, tile_rows, pad_top, pad_left, first, last):  # type: ignore[no-untyped-def]
+        _, height, width, channels = maps.shape
+        tile_columns = planes.shape[2]
+        given = np.empty((side, side, tile_columns, channels), np.float32)
+        half = np.empty((window, side, tile_columns, channels), np.float32)
+        out = np.empty((window, window, tile_columns, channels), np.float32)
+        maps[first:last] = 0
+        for strip in range(first * tile_rows, last * tile_rows):
+            image, top = strip // tile_rows, strip % tile_rows * TILE - pad_top
+            for i in range(side):
+                for j in range(side):
+                    for a in range(tile_columns):
+                        for c in range(channels):
+                            given[i, j, a, c] = planes[i * side + j, strip, a, c]
+            _both_sides(matrix, given, half, out)
+            for i in range(max(0, -top), min(window, height - top)):
                 for a in range(tile_columns):
-                    for c in range(channels):
-                        given[i, j, a, c] = planes[i * side + j, strip, a, c]
-        _both_sides(matrix, given, half, out)
-        for i in range(max(0, -top), min(window, height - top)):
-            for a in range(tile_columns):
-                left = a * TILE - pad_left
-                for j in range(max(0, -left), min(window, width - left)):
-                    for c in range(channels):
-                        maps[image, top + i, left + j, c] += out[i, j, a, c]
+                    left = a * TILE - pad_left
+                    for j in range(max(0, -left), min(window, width - left)):
+                        for c in range(channels):
+                            maps[image, top + i, left + j, c] += out[i, j, a, c]
+
+    return from_tiles
 
 
-@compiled(SIGNATURE, fastmath=FLAGS)
-def to_tiles(kind, maps, planes, tile_rows, pad_top, pad_left, first, last):  # type: ignore[no-untyped-def]
-    if kind == 0:
-        _to_tiles(maps, planes, tile_rows, pad_top, pad_left, first, last, _INPUTS)
-    elif kind == 1:
-        _to_tiles(maps, planes, tile_rows, pad_top, pad_left, first, last, _OUTPUTS)
-    else:
-        _to_tiles(maps, planes, tile_rows, pad_top, pad_left, first, last, _FILTERS)
-
-
-@compiled(SIGNATURE, fastmath=FLAGS)
-def from_tiles(kind, maps, planes, tile_rows, pad_top, pad_left, first, last):  # type: ignore[no-untyped-def]
-    if kind == 0:
-        _from_tiles(maps, planes, tile_rows, pad_top, pad_left, first, last, _INPUTS_T)
-    elif kind == 1:
-        _from_tiles(maps, planes, tile_rows, pad_top, pad_left, first, last, _OUTPUTS_T)
-    else:
-        _from_tiles(maps, planes, tile_rows, pad_top, pad_left, first, last, _FILTERS_T)
+to_tiles = {kind: _to_tiles_of(matrix) for kind, matrix in MATRICES.items()}
+from_tiles = {kind: _from_tiles_of(np.ascontiguousarray(matrix.T)) for kind, matrix in MATRICES.items()}

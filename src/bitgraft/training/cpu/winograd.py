@@ -84,9 +84,8 @@ def _from_tiles(kind: str, tiles: Tensor, map: Tensor, size: Pair = (1, 1), padd
 
 
 def _run(loop_name: str, kind: str, map: Tensor, planes: Tensor, tile_rows: int, padding: Pair) -> None:
-    loops, step = kernels.loops(LOOPS), -(-len(map) // kernels.shares())
-    loop, number = getattr(loops, loop_name), loops.KINDS.index(kind)
-    ours = number, map.detach().permute(0, 2, 3, 1).numpy(), planes.detach().numpy(), tile_rows, *padding
+    loop, step = getattr(kernels.loops(LOOPS), loop_name)[kind], -(-len(map) // kernels.shares())
+    ours = map.detach().permute(0, 2, 3, 1).numpy(), planes.detach().numpy(), tile_rows, *padding
     kernels.run((loop, *ours, first, min(first + step, len(map))) for first in range(0, len(map), step))
 
 
