@@ -41,9 +41,9 @@ class Config:
     rates: Mapping[str, float] = AS_PRESET
     """Learning rates, by role."""
     relative_rates: bool = AS_PRESET
-    """Multiply the rates of R, k1 and fine-tuned weights by the RMS of the backbone's weight that they change. One rate
-    then suits layers and networks whose weights have other sizes. Parameters in units of their own (LoRA's factors,
-    Piggyback's R) are not affected."""
+    """Multiply Adam's rates of R, k1 and fine-tuned weights by the RMS of the backbone's weight that they change. The
+    size of Adam's steps is the rate itself, so otherwise a rate suits only some layers and networks. Parameters with
+    units of their own (LoRA's factors, Piggyback's R) are not affected."""
     optimizers: Mapping[str, str] = AS_PRESET
     """By role: "adam" or "sgd"."""
     momentum: float = AS_PRESET

@@ -28,8 +28,10 @@ def build(
     """
     kinds: dict[str, dict[tuple[str, float], dict[int, nn.Parameter]]] = {}
     for role, parameter in learned:
-        size = sizes.get(parameter, 1.0) if config.relative_rates and role in CHANGES else 1.0
-        kinds.setdefault(config.optimizers[role], {}).setdefault((role, size), {})[id(parameter)] = parameter
+        kind = config.optimizers[role]
+        relative = config.relative_rates and kind == "adam" and role in CHANGES
+        size = sizes.get(parameter, 1.0) if relative else 1.0
+        kinds.setdefault(kind, {}).setdefault((role, size), {})[id(parameter)] = parameter
     built: list[torch.optim.Optimizer] = []
     for kind, found in kinds.items():
         groups = [
