@@ -39,3 +39,11 @@ def test_importing_the_package_loads_nothing_heavy():
     code = "import bitgraft, sys; print([m for m in ('torch', 'timm', 'numpy', 'safetensors') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_explained_on_the_reference_page():
+    page = (ROOT / "docs" / "api.md").read_text()
+    for name in bitgraft.__all__:
+        if not name.endswith(("Error", "Warning")):  # the module of errors draws their tree
+            assert re.search(rf"\b{name}\b", page), name
+            assert (getattr(bitgraft, name).__doc__ or name).partition("(")[0] != name, name  # a dataclass has its own

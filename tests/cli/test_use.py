@@ -110,7 +110,7 @@ def test_eval_without_such_images(run, tmp_path):
     (tmp_path / "flat/test").rmdir()
     code, _, err = run("eval", str(tmp_path / "flat"), "--task", "colours")
     assert code == 1
-    assert "has no test images: choose --split train, --split val" in err
+    assert "has no test images: choose --split train or --split val" in err
 
 
 def test_eval_needs_no_training_images(run, tmp_path):

@@ -1,5 +1,6 @@
 """The demo on images that take no time, and its page: whole in itself, and true to what was found."""
 
+import html
 import io
 import re
 import sys
@@ -177,6 +178,12 @@ def test_the_page_does_not_hide_a_change(done, tmp_path):
 def test_the_share_of_the_most_frequent_class_is_shown(done):
     assert {shown.majority for shown in done[2].shown.values()} == {3 / 9}
     assert "the most frequent class is 33 % of the held-out ones" in (done[0] / "report.html").read_text()
+
+
+def test_what_the_sizes_count_is_said_in_both_places(done):
+    folder, said, _ = done
+    for shown in (" ".join(said.split()), html.unescape((folder / "report.html").read_text())):
+        assert "bits per weight: without head and description; separate copy: a whole network" in shown
 
 
 def test_pace_leaves_validation_out(monkeypatch):

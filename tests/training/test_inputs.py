@@ -108,7 +108,7 @@ def test_the_seed_of_training_finds_the_held_out_images_again(folder):
 def test_evaluation_needs_no_training_images(folder):
     net = trained(folder)
     shutil.rmtree(folder / "test")
-    with pytest.raises(DataError, match=r'photos has no test images: choose split="train", split="val"'):
+    with pytest.raises(DataError, match=r'photos has no test images: choose split="train" or split="val"'):
         evaluate(net, "colours", folder)
     expected = evaluate(net, "colours", folder, split="val")
     shutil.rmtree(folder / "train")

@@ -34,7 +34,7 @@ def load_backbone(name: str, *, weights: str | Path | None = None, pretrained: b
     """Build a backbone and load its weights.
 
     Args:
-        name: a name in one of the forms at the top of this module.
+        name: a model of timm; wrn-DEPTH-WIDTH or resnet26, the paper's; or package.module:function, your own.
         weights: a safetensors or torch file, or "package:NAME" for the file in an installed package. The classifier
             is built with as many outputs as the file has.
         pretrained: load timm's published weights if `weights` is not given.

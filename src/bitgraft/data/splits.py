@@ -44,7 +44,9 @@ def open_data(
         val_share: share of the training images to hold out if the data set has no validation images.
         test_share: the same for test images. The default is 0 for folders, and 0.2 for packages and for torchvision
             data sets without splits.
+        seed: of the random splits.
         root: base of relative folders, and torchvision's data folder (default ~/.cache/bitgraft/data).
+        download: fetch a data set of torchvision that is not there.
     """
     text = str(spec)
     held_out = _TEST_SHARE if test_share is None else test_share

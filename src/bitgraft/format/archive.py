@@ -108,6 +108,7 @@ def _check_finite(task: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def read_archive(path: str | Path) -> Archive:
+    """Read and check a task file. It needs no backbone; to run the task, use `Network.load_task`."""
     return from_bytes(read_whole(path), str(path))
 
 

@@ -97,6 +97,7 @@ _METHODS: dict[str, Method] = {}
 
 
 def register_method(method: Method) -> Method:
+    """Add a method, or replace the one of that name."""
     _METHODS[method.name] = method
     return method
 
@@ -109,6 +110,7 @@ def get(name: str) -> Method:
 
 
 def method_names() -> list[str]:
+    """Return the names of all methods, which `Network.add_task` takes."""
     return list(_METHODS)
 
 

@@ -26,7 +26,7 @@ from bitgraft.data.splits import open_data
 from bitgraft.format.inspect import inspect_file
 from bitgraft.methods.preset_options import preset_options
 from bitgraft.network import Network
-from bitgraft.paper.demo_page import Answer, Findings, Row, Shown, results_table, write
+from bitgraft.paper.demo_page import SIZES, Answer, Findings, Row, Shown, results_table, write
 from bitgraft.paper.figures import check_installed
 from bitgraft.runtime.heads import stated_preprocessing
 from bitgraft.store import Backbone, Store
@@ -167,7 +167,7 @@ def _print(found: Findings, store: Store, console: Console) -> None:
     for line in results.lines:
         drawn.add_row(line.title, *(cell.text for cell in line.cells))
     console.print(drawn)
-    console.print("bits per weight: without head and description; separate copy: a whole network with this task's head")
+    console.print(SIZES)
     console.print(f"ImageNet scores of the backbone before and after: {'bit-identical' if found.same else 'CHANGED'}")
     for shown in found.shown.values():
         same = "bit-identical" if shown.same else "DIFFERENT"

@@ -17,6 +17,7 @@ from bitgraft.paper.report.render import Cell, Line, Table, from_template
 from bitgraft.training.progress import format_duration
 
 THUMBNAIL = 128  # pixels
+SIZES = "bits per weight: without head and description; separate copy: a whole network with this task's head"
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,9 @@ def results_table(found: Findings) -> Table:
         )
         lines.append(Line(row.data, cells, row.method == "full"))
     headings = ("method", "accuracy", "task file", "separate copy", "bits per weight")
-    notes = tuple(
+    about = (
         f"{data}: {shown.about}; {shown.images[0]:,} training and {shown.images[2]:,} held-out images; the most "
         f"frequent class is {100 * shown.majority:.0f} % of the held-out ones"
         for data, shown in found.shown.items()
     )
-    return Table("results", "Accuracy on held-out images", "data", headings, tuple(lines), notes)
+    return Table("results", "Accuracy on held-out images", "data", headings, tuple(lines), (SIZES, *about))

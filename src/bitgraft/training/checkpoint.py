@@ -39,6 +39,8 @@ class Position:
 
 @dataclass
 class Result:
+    """What `fit` returns. A record holds the epoch and phase, the losses and the accuracies."""
+
     history: list[dict[str, Any]] = field(default_factory=list)
     """One record per epoch."""
     start: dict[str, Any] | None = None

@@ -201,7 +201,7 @@ def labelled(splits: Splits, part: str, classes: Sequence[str], whose: str, choi
     """
     images: Images | None = getattr(splits, part, None)
     if not images:
-        others = ", ".join(choice.format(name) for name in ("train", "val", "test") if getattr(splits, name))
+        others = " or ".join(choice.format(name) for name in ("train", "val", "test") if getattr(splits, name))
         raise DataError(f"{splits.name} has no {part} images: choose {others}")
     if min(images.labels) < 0:
         raise DataError(f"the {part} images of {splits.name} have no labels, so accuracy cannot be measured on them")

@@ -115,7 +115,7 @@ PRESETS = {
 
 
 def preset(name: str, method: str = "full") -> Config:
-    """The settings of a preset for a method."""
+    """Return the settings of a preset for a method: default, quick, imagenet-to-sketch or decathlon."""
     if name not in PRESETS:
         raise TrainingError(f"there is no preset {name!r}; known are {', '.join(PRESETS)}")
     return for_method(PRESETS[name], name, registry.get(method).name)
