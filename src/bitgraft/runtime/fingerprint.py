@@ -48,6 +48,7 @@ class Fingerprint:
         self._cached = value, Snapshot(self._tensors(), probe=True)
 
     def _tensors(self) -> list[Tensor]:
+        self._anatomy.check_layers()
         return [self._anatomy.tensor(name) for name in self._anatomy.fingerprinted]
 
     def _is_meta(self) -> bool:

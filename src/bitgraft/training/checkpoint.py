@@ -97,7 +97,8 @@ def save(path: Path, settings: Mapping[str, Any], state: State, learner: Learner
 def load(path: Path, settings: Mapping[str, Any], learner: Learner, accelerator: Accelerator) -> State:
     """Restore the learner, the random state and the gradient scaler; return the rest.
 
-    `settings` must be those that the run was saved with. A checkpoint holds only tensors and plain data: loading it executes no code.
+    `settings` must be those that the run was saved with. A checkpoint holds only tensors and plain data: loading it
+    executes no code.
     """
     if not path.exists():
         raise TrainingError(f"there is nothing to resume in {path.parent}: start without resuming")
