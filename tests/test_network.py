@@ -597,6 +597,20 @@ def test_checkpointing_allows_an_evaluation_between_forward_and_backward(reentra
     assert same(*results)
 
 
+@pytest.mark.parametrize("order", [lambda losses: [sum(losses)], lambda losses: losses[::-1], lambda losses: losses])
+def test_checkpointing_allows_backwards_in_any_order(order):
+    results = []
+    for setting in (None, False):
+        torch.manual_seed(0)
+        net = Network(Checkpointed(setting))
+        task = net.add_task("t", classes=3).train()
+        losses = [F.cross_entropy(net(batch(seed=i), task="t"), torch.arange(4) % 3) * (i + 1) for i in range(3)]
+        for loss in order(losses):
+            loss.backward()
+        results.append({n: p.grad for n, p in task.named_parameters()})
+    assert same(*results)
+
+
 def test_timms_gradient_checkpointing_gives_the_same_gradients():
     results = []
     for enable in (False, True):

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import timm
 import torch
@@ -461,6 +463,89 @@ def wrapped():
     forward = backbone.forward
     backbone.forward = lambda x: forward(x)
     return backbone
+
+
+class Listed(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.kernels = [self.pointwise.weight]  # besides being the layer's own
+
+    def forward(self, x):
+        return self.fc(F.conv2d(self.norm1(self.stem(x)), self.kernels[0]).mean((2, 3)))
+
+
+class Enclosed(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.step = lambda x: F.conv2d(x, self.pointwise.weight, self.pointwise.bias)
+
+    def forward(self, x):
+        return self.fc(self.step(self.norm1(self.stem(x))).mean((2, 3)))
+
+
+class Recurrent(nn.Module):
+    """Its layer has a list of its own weights, which copies keep up to date."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.fc = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.fc(self.layer(x)[0][:, -1])
+
+
+@pytest.mark.parametrize(("make", "names"), [(Listed, "'pointwise.weight'"), (Enclosed, "'pointwise.weight', .*bias'")])
+def test_parameters_that_a_copy_would_share_are_refused(make, names):
+    """A task's weights would be ignored there, without a word."""
+    with pytest.raises(BackboneError, match=f"{make.__name__} also uses {names} through a list, a lambda"):
+        read_anatomy(make())
+    assert len(read_anatomy(Recurrent(), example=(1, 5, 3)).weights) == 2
+
+
+@pytest.mark.parametrize("run_before", [True, False])
+def test_a_layer_replaced_after_reading_is_refused(run_before, tmp_path):
+    """Tasks would go on running on the old one, and be saved as if they fitted the backbone."""
+    backbone = tiny()
+    net = Network(backbone)
+    net.add_task("t", classes=2)
+    if run_before:
+        run(net, batch(), task="t")
+    backbone.stem = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+    calls = [lambda: net(batch()), lambda: net(batch(), task="t"), lambda: net.save_task("t", tmp_path / "t")]
+    for call in calls:
+        with pytest.raises(BackboneError, match="layer 'stem' was replaced after Network"):
+            call()
+    assert not list(tmp_path.iterdir())
+    copy.deepcopy(Network(backbone))(batch())
+
+
+def test_a_weight_that_is_a_buffer_is_not_transformed():
+    """Fixed filters, for example."""
+    backbone = tiny()
+    fixed = backbone.stem.weight.detach()
+    del backbone.stem.weight
+    backbone.stem.register_buffer("weight", fixed)
+    net = Network(backbone)
+    assert list(net.anatomy.weights) == ["depthwise.weight", "pointwise.weight"]
+    net.add_task("t", classes=2)
+    assert run(net, batch(), task="t").shape == (4, 2)
+
+
+class Repeated(nn.Module):
+    """One convolution that runs twice, before two norm layers."""
+
+    def __init__(self, second):
+        super().__init__()
+        self.conv, self.first, self.second = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), second
+        self.fc = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.fc(self.first(self.conv(self.second(self.conv(x)))).mean((2, 3)))
+
+
+@pytest.mark.parametrize(("second", "free"), [(nn.BatchNorm2d(3), True), (nn.GroupNorm(1, 3), False)])
+def test_a_layer_that_runs_twice_is_scale_free_only_if_every_norm_cancels_its_scale(second, free):
+    assert facts(read_anatomy(Repeated(second))) == {"conv.weight": (None, free)}
 
 
 @pytest.mark.parametrize(("make", "layer"), [(Closed, "pointwise"), (wrapped, "stem")])

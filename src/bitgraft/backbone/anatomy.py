@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitgraft.backbone.checks import refuse, warn_of_shared
-from bitgraft.backbone.head_layers import find_heads, heads_hint, named_heads, within
+from bitgraft.backbone.checks import refuse, refuse_bypassed, warn_of_shared
+from bitgraft.backbone.head_layers import find_heads, named_heads, within
 from bitgraft.backbone.layers import (
     is_conv,
     is_norm,
@@ -57,6 +57,10 @@ class Anatomy:
     outside: tuple[str, ...] = ()
     """Parameters that tasks use unchanged: biases, embeddings, scales."""
 
+    def __post_init__(self) -> None:
+        owners = self.backbone.named_modules(remove_duplicate=False)
+        self._tree = [(path, o._modules, name, child) for path, o in owners for name, child in o._modules.items()]
+
     @property
     def head(self) -> str | tuple[str, ...] | None:
         """The head as in `read_anatomy` and task files: one name, several, or None."""
@@ -73,7 +77,21 @@ class Anatomy:
         return held[attribute]  # type: ignore[no-any-return]
 
     def tensors(self) -> dict[str, Tensor]:
+        self.check_layers()
         return {name: self.tensor(name) for name in self.places}
+
+    def check_layers(self) -> None:
+        """Raise if a layer of the backbone was replaced since it was read: tasks would go on using the old one."""
+        for path, children, name, child in self._tree:
+            if children.get(name) is not child:
+                raise BackboneError(
+                    f"the backbone's layer {_join(path, name)!r} was replaced after Network(backbone) had read it: "
+                    "make a new Network of the changed backbone"
+                )
+
+    def is_tied(self, name: str) -> bool:
+        """Whether several modules hold the tensor."""
+        return len({id(self.backbone.get_submodule(path)) for path, _ in self.places[name]}) > 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -161,6 +179,7 @@ def read_anatomy(
     found = [name for name in _in_order(backbone, every, seen) if name not in in_head]
     skipped = set(_match(skip, found, "skip"))
     weights = {name: _describe(backbone, places, name, seen) for name in found if name not in skipped}
+    refuse_bypassed(backbone, seen.bypassed)
     if scale_free != AUTO:
         fixed = set(_match(scale_free, weights, "scale_free"))
         weights = {n: replace(w, scale_free=n in fixed, channels_scale_free=n in fixed) for n, w in weights.items()}
@@ -212,8 +231,9 @@ def _held_by(layers: Sequence[str], places: Places) -> list[str]:
 
 
 def _default_weights(backbone: nn.Module, places: Places) -> list[str]:
-    owners = ((path, a) for path, module in backbone.named_modules() for a in weight_attributes(module))
-    return [name for path, attribute in owners if (name := _join(path, attribute)) in places]
+    owners = ((path, m, attribute) for path, m in backbone.named_modules() for attribute in weight_attributes(m))
+    parameters = (_join(path, attribute) for path, m, attribute in owners if m._parameters.get(attribute) is not None)
+    return [name for name in parameters if name in places]
 
 
 def _in_order(backbone: nn.Module, names: Iterable[str], seen: Trace) -> list[str]:
@@ -230,14 +250,15 @@ def _describe(backbone: nn.Module, places: Places, name: str, seen: Trace | None
     if not tensor.is_floating_point():
         raise BackboneError(f"{name!r} is of type {tensor.dtype}: pass the backbone before quantisation")
     tied = [path for path, _ in places[name][1:] if backbone.get_submodule(path) is not module]
-    feeds = [seen.feeds.get(path) if seen else None for path in [_parent(name), *tied]]
-    norms = [backbone.get_submodule(path) for path in feeds if path]
+    feeds = [seen.feeds.get(path, ()) if seen else () for path in [_parent(name), *tied]]
+    paths = list(dict.fromkeys(path for found in feeds for path in found))
+    norms = [backbone.get_submodule(path) for path in paths]
     return Weight(
         name=name,
         shape=tensor.shape,
         kind="conv" if is_conv(module) else "transposed" if is_transposed(module) else "linear",
         groups=getattr(module, "groups", 1),
-        feeds=feeds[0] if all(feeds) else None,
+        feeds=paths[0] if all(feeds) and len(paths) == 1 else None,
         scale_free=all(feeds) and all(undoes_scale(module, norm) for norm in norms),
         channels_scale_free=all(feeds) and all(undoes_channel_scales(norm) for norm in norms),
     )
@@ -254,13 +275,6 @@ def _features(backbone: nn.Module, heads: Sequence[str], seen: Trace) -> int | N
         return seen.width
     weight = getattr(backbone.get_submodule(heads[0]), "weight", None)
     return int(weight.shape[1]) if weight is not None and weight.dim() >= 2 else None
-
-
-def unknown_head(backbone: nn.Module) -> BackboneError:
-    return BackboneError(
-        f"cannot tell which layer of {type(backbone).__name__} is its classifier ({heads_hint(backbone)}): "
-        "pass its name, Network(backbone, head=...), or head=None if the backbone returns features"
-    )
 
 
 def _match(patterns: Patterns, names: Iterable[str], what: str) -> list[str]:

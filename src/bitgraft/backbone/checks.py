@@ -36,6 +36,16 @@ def refuse(backbone: nn.Module) -> None:
             )
 
 
+def refuse_bypassed(backbone: nn.Module, bypassed: Collection[str]) -> None:
+    """Raise if the forward pass uses parameters by references that a copy shares: tasks would have no effect there."""
+    if bypassed:
+        names = ", ".join(map(repr, list(bypassed)[:3]))
+        raise BackboneError(
+            f"{type(backbone).__name__} also uses {names} through a list, a lambda or a wrapped function, where a task "
+            "could not replace it: use the attribute of its module"
+        )
+
+
 def warn_of_shared(backbone: nn.Module, shared: Collection[str]) -> None:
     """Warn if tasks cannot change more than half of the parameters, not counting embeddings (text models)."""
     embeddings = {id(m.weight) for m in backbone.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}

@@ -47,6 +47,13 @@ def named_heads(backbone: nn.Module, seen: Trace, given: str | Sequence[str] | N
     return heads
 
 
+def unknown_head(backbone: nn.Module) -> BackboneError:
+    return BackboneError(
+        f"cannot tell which layer of {type(backbone).__name__} is its classifier ({heads_hint(backbone)}): "
+        "pass its name, Network(backbone, head=...), or head=None if the backbone returns features"
+    )
+
+
 def within(path: str, layers: Iterable[str]) -> bool:
     """Whether the path is one of these layers or inside one."""
     return any(path == layer or path.startswith(f"{layer}.") for layer in layers)

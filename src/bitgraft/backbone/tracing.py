@@ -26,8 +26,8 @@ Example = Tensor | Mapping[str, Any] | Sequence[int]
 class Trace:
     order: dict[str, int]
     """Layer -> its place in the order of first calls."""
-    feeds: dict[str, str]
-    """Layer -> the norm layer that alone consumes its output."""
+    feeds: dict[str, tuple[str, ...]]
+    """Layer -> the norm layers that alone consume its output: several if it runs more than once."""
     last: str | None
     """The linear layer or 1x1 convolution whose output is the network's output."""
     width: int | None
@@ -36,6 +36,8 @@ class Trace:
     """The type of the network's output if it is not a tensor."""
     probabilities: bool
     """Whether the network ends in a softmax."""
+    bypassed: tuple[str, ...]
+    """Parameters that are also used by another reference than their module's."""
 
 
 def private_copy(backbone: nn.Module) -> nn.Module:
@@ -72,7 +74,7 @@ def trace(backbone: nn.Module, example: Example | None) -> Trace:
     for batch in _examples(backbone, example, first):
         try:
             with _only_copies_run(backbone):
-                return _trace_batch(private_copy(backbone).eval(), batch)
+                return _trace_batch(backbone, batch)
         except BackboneError:
             raise
         except Exception as cause:  # the user's forward can raise anything
@@ -140,8 +142,21 @@ def _common_shapes(backbone: nn.Module) -> list[tuple[int, ...]]:
     return [(1, 3, size, size) for size in SIZES]
 
 
-def _trace_batch(module: nn.Module, batch: Tensor | Mapping[str, Any]) -> Trace:
-    tracer = _Tracer()
+def _with_own_parameters(module: nn.Module) -> nn.Module:
+    """Give a private copy parameters of its own, which share the values: whatever else it uses is told by its `id`."""
+    own: dict[int, nn.Parameter] = {}
+    for layer in module.modules():
+        for name, held in layer._parameters.items():
+            if held is not None:
+                layer._parameters[name] = own.setdefault(id(held), nn.Parameter(held.detach(), held.requires_grad))
+        if isinstance(layer, nn.RNNBase):  # a second list of the weights
+            layer._flat_weights = [layer._parameters.get(name) for name in layer._flat_weights_names]
+    return module
+
+
+def _trace_batch(backbone: nn.Module, batch: Tensor | Mapping[str, Any]) -> Trace:
+    module = _with_own_parameters(private_copy(backbone).eval())
+    tracer = _Tracer({id(parameter): name for name, parameter in backbone.named_parameters()})
     for name, layer in module.named_modules():
         layer.register_forward_pre_hook(
             lambda layer, args, kwargs, name=name: tracer.enter(name, layer, [*args, *kwargs.values()]),
@@ -155,13 +170,18 @@ def _trace_batch(module: nn.Module, batch: Tensor | Mapping[str, Any]) -> Trace:
 
 
 class _Tracer(TorchFunctionMode):
-    """Tracks where the outputs of weighted layers go: into norms, into other operations, out of the network."""
+    """Tracks where the outputs of weighted layers go: into norms, into other operations, out of the network.
 
-    def __init__(self) -> None:
+    `originals` are the names of the backbone's own parameters by `id`, which its copy should not use.
+    """
+
+    def __init__(self, originals: Mapping[int, str]) -> None:
         super().__init__()
+        self.originals = originals
+        self.bypassed: dict[str, None] = {}
         self.order: dict[str, int] = {}
         self.outputs: dict[int, tuple[str, nn.Module, Tensor, int]] = {}  # with the tensor, to reserve its id
-        self.into_norm: dict[str, str] = {}
+        self.into_norm: dict[str, dict[str, None]] = {}
         self.elsewhere: set[str] = set()
         self.norms_entered = 0
 
@@ -169,7 +189,7 @@ class _Tracer(TorchFunctionMode):
         if is_norm(layer):
             self.norms_entered += 1
             if inputs and id(inputs[0]) in self.outputs:
-                self.into_norm[self.outputs[id(inputs[0])][0]] = name
+                self.into_norm.setdefault(self.outputs[id(inputs[0])][0], {})[name] = None
 
     def leave(self, name: str, layer: nn.Module, output: Any) -> None:
         self.order.setdefault(name, len(self.order))
@@ -180,14 +200,16 @@ class _Tracer(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self.norms_entered and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
-            self.use((args, kwargs))
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
+            self.use((args, kwargs), outside_norms=not self.norms_entered)
         return result
 
-    def use(self, values: Any) -> None:
-        """Record the layers whose outputs are used outside a norm."""
-        ids = (id(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-        self.elsewhere.update(self.outputs[i][0] for i in ids if i in self.outputs)
+    def use(self, values: Any, *, outside_norms: bool = True) -> None:
+        """Record the layers whose outputs are used outside a norm, and the backbone's own parameters."""
+        ids = [id(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+        self.bypassed |= dict.fromkeys(self.originals[i] for i in ids if i in self.originals)
+        if outside_norms:
+            self.elsewhere.update(self.outputs[i][0] for i in ids if i in self.outputs)
 
     def trace(self, result: Any) -> Trace:
         self.use(result)
@@ -200,11 +222,12 @@ class _Tracer(TorchFunctionMode):
         ]
         return Trace(
             order=self.order,
-            feeds={name: norm for name, norm in self.into_norm.items() if name not in self.elsewhere},
+            feeds={name: tuple(norms) for name, norms in self.into_norm.items() if name not in self.elsewhere},
             last=last[-1] if last else None,
             width=int(scores.shape[-1]) if scores.dim() > 1 else None,
             wrapped=None if isinstance(result, Tensor) else type(result).__name__,
             probabilities=_are_probabilities(scores),
+            bypassed=tuple(self.bypassed),
         )
 
 

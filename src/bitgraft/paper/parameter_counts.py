@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitgraft.backbone.anatomy import Anatomy, unknown_head
+from bitgraft.backbone.anatomy import Anatomy
+from bitgraft.backbone.head_layers import unknown_head
 from bitgraft.backbone.loading import read_backbone
 from bitgraft.format.compact import NORM_PARTS
 from bitgraft.format.metadata import Metadata

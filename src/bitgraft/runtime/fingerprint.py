@@ -44,6 +44,7 @@ class Fingerprint:
         return value
 
     def _tensors(self) -> list[Tensor]:
+        self._anatomy.check_layers()
         return [self._anatomy.tensor(name) for name in self._anatomy.fingerprinted]
 
     def _is_meta(self) -> bool:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from bitgraft.backbone.anatomy import Anatomy, unknown_head
+from bitgraft.backbone.anatomy import Anatomy
+from bitgraft.backbone.head_layers import unknown_head
 from bitgraft.backbone.tracing import input_size
 from bitgraft.errors import BackboneError, ClassesError, TaskError
 from bitgraft.format.metadata import HeadKind
@@ -107,8 +108,8 @@ def _classifier(anatomy: Anatomy, names: tuple[str, ...], rng: torch.Generator) 
 
 def _fresh(layer: nn.Module, outputs: int, rng: torch.Generator, device: torch.device | None) -> dict[str, Tensor]:
     """Return tensors for a linear layer or 1x1 convolution with this many outputs, initialised as torch does."""
-    weight = getattr(layer, "weight", None)
-    if not isinstance(weight, Tensor) or set(layer._parameters) - {"weight", "bias"} or len(list(layer.children())):
+    weight = layer._parameters.get("weight")
+    if weight is None or set(layer._parameters) - {"weight", "bias"} or len(list(layer.children())):
         raise BackboneError(
             f"the head is a {type(layer).__name__}, whose number of outputs cannot be changed: pass a head module"
         )

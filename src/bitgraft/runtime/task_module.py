@@ -8,6 +8,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,7 @@ class TaskModule:
         self._backbone = Snapshot([])
         self._computed: tuple[int, list[Tensor], Snapshot] | None = None  # what the weights were computed from
         self._buffers: dict[str, Tensor] = {}
+        self._forwards = weakref.WeakSet[_Forward]()
         with torch.inference_mode(False):  # tensors created in inference mode could not be trained later
             self.module = private_copy(task.anatomy.backbone)
             self._slots = _slots(self.module, task.anatomy)
@@ -166,9 +168,12 @@ class TaskModule:
     def _drop_after_backward(self, tensors: Mapping[str, Tensor]) -> None:
         """Free each weight once its gradient is complete, so that the gradient can take its memory. Only the network
         sees this module, and it computes the weights again before the next call."""
-        for name in self.task.transforms:
-            if (tensor := tensors[name]).requires_grad and not tensor.is_leaf:
-                tensor.register_hook(partial(_drop, self._slots[name], weakref.ref(tensor)))  # type: ignore[no-untyped-call]
+        computed = {name: tensors[name] for name in self.task.transforms}
+        learned = {name: t for name, t in computed.items() if t.requires_grad and not t.is_leaf}
+        self._forwards.add(forward := _Forward(set(learned)))
+        for name, tensor in learned.items():
+            drop = partial(_drop, self._slots[name], weakref.ref(tensor), name, forward, self._forwards)
+            tensor.register_hook(drop)  # type: ignore[no-untyped-call]
 
 
 def _replaced(task: Task) -> set[str]:
@@ -176,8 +181,26 @@ def _replaced(task: Task) -> set[str]:
     return {*task.owned, *task.transforms}
 
 
-def _drop(slots: list[Slot], weight: "weakref.ref[Tensor]", grad: Tensor) -> None:
-    """Empty the slots that still hold this weight."""
+@dataclass(eq=False)
+class _Forward:
+    """A forward pass with gradients, which lives as long as its graph."""
+
+    awaited: set[str]
+    """The weights whose gradients are not complete yet."""
+
+
+def _drop(
+    slots: list[Slot],
+    weight: "weakref.ref[Tensor]",
+    name: str,
+    forward: _Forward,
+    forwards: "weakref.WeakSet[_Forward]",
+    grad: Tensor,
+) -> None:
+    """Empty the slots that still hold this weight, unless another forward pass may be checkpointed and run again."""
+    forward.awaited.discard(name)
+    if any(name in other.awaited for other in forwards):
+        return
     for holder, key in slots:
         if holder[key] is not None and holder[key] is weight():
             holder[key] = None

@@ -1,5 +1,6 @@
 """Mean inputs of weights, for `Task.correct_mean_shift`."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,15 +13,21 @@ from bitgraft.task import Task
 
 
 def corrected_weights(task: Task) -> list[str]:
-    """Convolution weights that the task changes and that feed a norm layer whose bias and statistics it owns."""
-    changed = {*task.transforms, *task.owned, *task.shared}
+    """Convolution weights that the task changes and that feed a norm layer whose bias and statistics it owns.
+
+    Not if the norm layer is fed by other weights, or shares its bias: one bias cannot correct several means.
+    """
+    weights, changed = task.anatomy.weights, {*task.transforms, *task.owned, *task.shared}
+    fed = Counter(weight.feeds for weight in weights.values())
     return [
         name
-        for name, weight in task.anatomy.weights.items()
+        for name, weight in weights.items()
         if name in changed
         and weight.kind == "conv"
         and weight.feeds is not None
+        and fed[weight.feeds] == 1
         and all(f"{weight.feeds}.{part}" in task.owned for part in ("weight", "bias", "running_var"))
+        and not task.anatomy.is_tied(f"{weight.feeds}.bias")
     ]
 
 

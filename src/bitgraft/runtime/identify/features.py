@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bitgraft.backbone.anatomy import Anatomy, unknown_head
+from bitgraft.backbone.anatomy import Anatomy
+from bitgraft.backbone.head_layers import unknown_head
 from bitgraft.backbone.tracing import logits
 from bitgraft.runtime.new_task import plain_task
 from bitgraft.runtime.task_module import TaskModule
