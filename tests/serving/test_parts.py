@@ -102,6 +102,21 @@ def test_turns_run_concurrently_and_divide_the_queue():
     assert max(len(items) for _, items in turns) == 3
 
 
+@pytest.mark.parametrize("values", [{"a": [1, 2]}, {"a": [1], "b": [2]}])
+def test_idle_turns_share_one_request(values):
+    both = threading.Barrier(2, timeout=20)
+
+    def meet(key, items):
+        both.wait()  # times out unless both turns run
+        return items
+
+    scheduler = Scheduler(meet, batch=8, wait=0.0, queue=99, total=99, turns=2)
+    scheduler.start()
+    until(lambda: len(scheduler._changed._waiters) == 2, "the turns are not idle")
+    futures = scheduler.submit(values)
+    assert {task: results(of_task) for task, of_task in futures.items()} == values
+
+
 def test_full_queues_refuse_whole_requests_with_a_retry_time():
     scheduler = recording([], batch=4, queue=4, total=6)
     submit(scheduler, "a", range(3))

@@ -54,11 +54,9 @@ def describe(
     from bitgraft.data.splits import open_data
     from bitgraft.workflows.describe_task import describe as describe_task
 
-    opened, splits = Store(store), open_data(data, seed=seed)
-    opened.file(task)
-    net = opened.network().eval()
-    opened.load(net, task)
-    size, path = describe_task(net, task, splits, workers=workers).nbytes, opened.path(task)
+    splits, path = open_data(data, seed=seed), Store(store).file(task)
+    net = opt.network_with(store, [task])
+    size = describe_task(net, task, splits, workers=workers).nbytes
     net.save_task(task, path)
     report = {"task": task, "file": str(path), "description_bytes": size}
     show(as_json, report, f"added a description of {megabytes(size)} to {path}")

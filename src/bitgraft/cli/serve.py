@@ -66,10 +66,7 @@ def serve(
             import opentelemetry.exporter.otlp.proto.http.trace_exporter  # noqa: F401
     except ImportError as missing:
         raise typer.BadParameter(f"{missing.name} is not installed: {how_to_install(extra)}") from missing
-    keys = {
-        "keys": read_keys(api_key_file) if api_key_file else (),
-        "admin_keys": read_keys(admin_key_file) if admin_key_file else (),
-    }
+    keys = {"keys": read_keys(api_key_file), "admin_keys": read_keys(admin_key_file)}
     try:
         settings = Settings(**{**context.params, "pin": pin or ()}, **keys)  # the options have the settings' names
         if device != "cpu" and not ray:

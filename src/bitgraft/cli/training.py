@@ -17,7 +17,7 @@ from bitgraft.cli.options import STORE
 from bitgraft.cli.output import INTERRUPTED, megabytes, percent, show
 from bitgraft.cli.output import console as make_console
 from bitgraft.errors import BitgraftError, StoppedError, TrainingError
-from bitgraft.format.inspect import inspect_file
+from bitgraft.format.summary import read_summary
 from bitgraft.methods import registry
 from bitgraft.store import Backbone, Store
 from bitgraft.training import runs
@@ -134,7 +134,7 @@ def _report(console: Console, store: Store, run_folder: Path, results: list[Trai
         if result.test is not None:
             console.print(f"test accuracy{of_task} {percent(result.test['accuracy'])}")
     for result in results:
-        found = inspect_file(result.path)
+        found = read_summary(result.path)
         size, copy = megabytes(found.size), megabytes(store.size.copy_bytes(found.bytes["head"]))
         console.print(f"wrote {result.path}, {size} (a full copy of the network: {copy})")
     in_store = "" if store.folder == Path(STORE) else f" --store {store.folder}"

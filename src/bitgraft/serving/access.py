@@ -20,10 +20,12 @@ NO_KEY = {"error": "this service needs an API key: send it as X-API-Key, or as A
 CHALLENGE = 'Basic realm="bitgraft", charset="UTF-8"'  # makes a browser ask for the key, as a password
 
 
-def read_keys(path: str | Path) -> tuple[bytes, ...]:
-    """Return the hashes of the keys in a file with one key per line and comments after #."""
+def read_keys(path: Path | None) -> tuple[bytes, ...]:
+    """Return the hashes of the keys in a file with one key per line and comments after #; none without a file."""
+    if path is None:
+        return ()
     try:
-        lines = [line.strip() for line in Path(path).read_text().splitlines()]
+        lines = [line.strip() for line in path.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as cause:
         raise ServingError(f"cannot read API keys from {path}: {getattr(cause, 'strerror', cause)}") from cause
     keys = [line for line in lines if line and not line.startswith("#")]

@@ -223,7 +223,7 @@ class Engine(Service):
 
     def _row(self, entry: Entry) -> dict[str, Any]:
         engine, reason = self.sessions.engine(entry), self.sessions.reasons.get(entry)
-        resident = self.sessions.size(entry) > 0 or entry.task_id in self.library.net.resident
+        resident = entry in self.sessions.held or entry.task_id in self.library.net.resident
         row = {**self.library.info(entry), "resident": resident, "engine": engine}
         return row | ({"engine_reason": reason} if reason and self.settings.use_sessions else {})
 
@@ -239,7 +239,7 @@ class Engine(Service):
         self.metrics.decoding.set(self._decoding)
         self.metrics.waiting.set(self.scheduler.waiting)
         self.metrics.resident.set(len(self.library.net.resident))
-        self.metrics.sessions.set(len(self.sessions))
+        self.metrics.sessions.set(len(self.sessions.held))
         self.metrics.session_bytes.set(self.sessions.nbytes)
         self.metrics.tasks.set(len(self.library.tasks))
         self.metrics.broken.set(len(self.library.errors))
@@ -253,8 +253,8 @@ class Engine(Service):
             sizes[entry.name, "bits"] = entry.info["bytes"]
             if entry.task_id in resident and entry.task_id in net.tasks:
                 sizes[entry.name, "torch"] = computed_bytes(net.tasks[entry.task_id])
-            if size := self.sessions.size(entry):
-                sizes[entry.name, "onnxruntime"] = size
+            if session := self.sessions.held.get(entry):
+                sizes[entry.name, "onnxruntime"] = session.nbytes
         return sizes
 
     def _watch(self) -> None:

@@ -119,4 +119,6 @@ class Scheduler:
             self._queues.move_to_end(task)
         else:
             del self._queues[task]
+        if self._queues:
+            self._changed.notify()  # another thread may run the rest meanwhile
         return [item for item in items if item.result.set_running_or_notify_cancel()]

@@ -48,7 +48,7 @@ class Sessions:
         """`on_event(task, event)` is called with the events "made" and "dropped"."""
         self._library, self._budget, self._pinned = library, settings.memory_budget, settings.pin
         self._enabled, self._make, self._on_event = settings.use_sessions, make, on_event
-        self._held: WeakKeyDictionary[Entry, Session] = WeakKeyDictionary()
+        self.held: WeakKeyDictionary[Entry, Session] = WeakKeyDictionary()
         """A replaced task loses its session. So nothing else may keep an entry, not even a log record."""
         self._pending: WeakSet[Entry] = WeakSet()
         self.reasons: WeakKeyDictionary[Entry, str] = WeakKeyDictionary()
@@ -81,7 +81,7 @@ class Sessions:
             self._recent[entry.task_id] += images
             if self._recent.total() > REMEMBERED:
                 self._recent = Counter({task: count // 2 for task, count in self._recent.items() if count > 1})
-            session, busy = self._held.get(entry), self._recent[entry.task_id] >= BUSY
+            session, busy = self.held.get(entry), self._recent[entry.task_id] >= BUSY
             wanted = session is None and busy and self._to_drop(entry, self._estimate()) is not None
         if wanted:
             self._request(entry)
@@ -110,28 +110,20 @@ class Sessions:
     def engine(self, entry: Entry) -> str:
         """The engine that runs the task's next batch."""
         in_graph = self._agreed_graph(entry) is not None and entry.task_id not in self._library.net.resident
-        return "onnxruntime" if entry in self._held or in_graph else "torch"
+        return "onnxruntime" if entry in self.held or in_graph else "torch"
 
     def ready(self) -> bool:
         """Whether every pinned task has its session, or a reason not to get one."""
-        return all(entry in self._held or entry in self.reasons for entry in self._pinned_entries())
+        return all(entry in self.held or entry in self.reasons for entry in self._pinned_entries())
 
     @property
     def alive(self) -> bool:
         return self._thread.is_alive() or not self._enabled
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     @property
     def nbytes(self) -> int:
         with self._lock:
-            return sum(session.nbytes for session in self._held.values())
-
-    def size(self, entry: Entry) -> int:
-        """Bytes of a task's session; 0 without one."""
-        session = self._held.get(entry)
-        return session.nbytes if session else 0
+            return sum(session.nbytes for session in self.held.values())
 
     def _pinned_entries(self) -> list[Entry]:
         tasks = self._library.tasks
@@ -139,7 +131,7 @@ class Sessions:
 
     def _request(self, entry: Entry) -> None:
         with self._lock:
-            if entry in self._pending or entry in self._held or entry in self.reasons:
+            if entry in self._pending or entry in self.held or entry in self.reasons:
                 return
             self._pending.add(entry)
         self._requests.put(entry)
@@ -171,9 +163,9 @@ class Sessions:
             dropped = self._to_drop(entry, session.nbytes)
             if dropped is not None:
                 for other in dropped:
-                    del self._held[other]
+                    del self.held[other]
                     self._on_event(other.name, "dropped")
-                self._held[entry], self._graph = session, session.graph
+                self.held[entry], self._graph = session, session.graph
                 self._on_event(entry.name, "made")
         del session
         if dropped is not None:
@@ -185,17 +177,17 @@ class Sessions:
     def _to_drop(self, entry: Entry, size: int) -> list[Entry] | None:
         """The sessions that this task replaces with its own, the least busy ones first. None if there is no room."""
         room, dropped = self._budget - self.nbytes, list[Entry]()
-        for other in sorted(self._held, key=lambda other: self._recent[other.task_id]):
+        for other in sorted(self.held, key=lambda other: self._recent[other.task_id]):
             if size <= room or BUSIER * self._recent[other.task_id] >= self._recent[entry.task_id]:
                 break
             if other.name not in self._pinned:
-                room += self._held[other].nbytes
+                room += self.held[other].nbytes
                 dropped.append(other)
         return dropped if size <= room or entry.name in self._pinned else None
 
     def _estimate(self) -> int:
         """Estimated bytes of the next session."""
-        known = next((session.nbytes for session in self._held.values()), None)
+        known = next((session.nbytes for session in self.held.values()), None)
         return known or 4 * self._library.store.size.parameters
 
     def _stay_on_torch(self, entry: Entry, reason: str) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from bitgraft.format.description import Calibration, Description
 
@@ -21,7 +20,10 @@ class Likelihood:
         rank, classes = (max(d.classes.shape[i] for d in descriptions) for i in (1, 0))
 
         def stack(tensors: list[Tensor], *shape: int, value: float = 0.0) -> Tensor:
-            return torch.stack([_padded(t.to(device, torch.float32), shape, value) for t in tensors])
+            stacked = torch.full((len(tensors), *shape), value, dtype=torch.float32, device=device)
+            for padded, tensor in zip(stacked, tensors, strict=True):
+                padded[tuple(map(slice, tensor.shape))] = tensor
+            return stacked
 
         self.width = descriptions[0].basis.shape[1]
         self.mean = stack([d.mean for d in descriptions], self.width)  # (T, features)
@@ -71,8 +73,3 @@ def certainty(own: Tensor, calibration: Calibration) -> Tensor:
 def typicality(route: Tensor, own: Tensor, calibration: Calibration) -> Tensor:
     """Return how typical an image is of a task by features and logits, in deviations of its validation images."""
     return (route - calibration.route_mean) / calibration.route_std + certainty(own, calibration)
-
-
-def _padded(tensor: Tensor, shape: Sequence[int], value: float) -> Tensor:
-    missing = [wanted - size for wanted, size in zip(shape, tensor.shape, strict=True)]
-    return F.pad(tensor, [side for more in reversed(missing) for side in (0, more)], value=value)
