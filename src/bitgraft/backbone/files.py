@@ -13,7 +13,6 @@ from bitgraft.errors import ArchiveError, UnsafeNameError
 PACKAGE = "package:"  # prefix of an installed package that contains weights
 PART = ".bitgraft-{}.part"  # a file that is being written; hidden, and never a task's file name
 STALE = 3600.0  # seconds after which a part must be left over from a killed process
-BUFFER = 1 << 20  # bytes; writes a task's hundreds of small tensors in few calls
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
@@ -27,7 +26,7 @@ def check_name(name: str) -> str:
     return name
 
 
-def write_atomically(path: str | Path, *chunks: bytes | memoryview) -> None:
+def write_atomically(path: str | Path, data: bytes | memoryview) -> None:
     """Write to a part file, flush it to disk, then rename it: the target is complete or unchanged."""
     try:
         target = Path(os.path.realpath(path))  # a link stays a link
@@ -36,8 +35,8 @@ def write_atomically(path: str | Path, *chunks: bytes | memoryview) -> None:
         sweep_parts(target.parent)
         part = target.parent / PART.format(secrets.token_hex(8))
         try:
-            with os.fdopen(os.open(part, NEW, 0o666), "wb", BUFFER) as file:  # the kernel applies the umask
-                file.writelines(chunks)
+            with os.fdopen(os.open(part, NEW, 0o666), "wb") as file:  # the kernel applies the umask
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(part, target)

@@ -23,7 +23,7 @@ from torch import nn
 
 from bitgraft.backbone.anatomy import Anatomy, read_anatomy
 from bitgraft.backbone.models import resnet26, wide_resnet
-from bitgraft.backbone.weight_files import classes_in, fit, prepare, read_weights
+from bitgraft.backbone.weight_files import check, classes_in, prepare, read_weights
 from bitgraft.errors import BackboneError, UnknownBackboneError
 
 REMEDY = "pass a file of weights (--weights FILE), or --no-pretrained to start from random ones"
@@ -44,7 +44,8 @@ def load_backbone(name: str, *, weights: str | Path | None = None, pretrained: b
     source, shapes = str(weights), skeleton(name)
     state = prepare(read_weights(source), shapes, source)
     model = _build(name, False, classes_in(state, shapes))
-    fit(state, model, source)
+    check(state, model.state_dict(), type(model).__name__, source)
+    model.load_state_dict(state, strict=False)  # step counters may be missing
     return model
 
 

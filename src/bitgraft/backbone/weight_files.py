@@ -67,12 +67,6 @@ def classes_in(state: Mapping[str, Tensor], model: nn.Module) -> int | None:
     return 0 if headless and hasattr(model, "num_classes") else None
 
 
-def fit(state: Mapping[str, Tensor], model: nn.Module, source: str) -> None:
-    """Copy the tensors into the network, or raise and change nothing if they do not fit."""
-    check(state, model.state_dict(), type(model).__name__, source)
-    model.load_state_dict(state, strict=False)  # step counters may be missing
-
-
 def check(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], network: str, source: str) -> None:
     """Raise if names or shapes differ from those that a network expects, listing all differences."""
     misshapen = [

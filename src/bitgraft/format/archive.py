@@ -3,10 +3,11 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,7 +55,8 @@ def pack_task(task: Task, backbone: str) -> Archive:
     if invalid := [name for name in [*tensors, *transforms] if ":" in name or f"{name}:" == HEAD]:
         raise TaskError(f"cannot save task {task.name!r}: the backbone's name {invalid[0]!r} has a colon, or is 'head'")
     for weight, transform in transforms.items():
-        _check_finite(task.name, {f"{weight}:{part}": tensor for part, tensor in transform.named_parameters()})
+        learned = ((part, tensor) for part, tensor in transform.named_parameters() if not tensor.is_meta)
+        _refuse_odd(task.name, (f"{weight}:{part}" for part, tensor in learned if not is_finite(tensor)))
         tensors |= {f"{weight}:{part}": tensor for part, tensor in transform.parts().items()}
     tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(COUNTER)}
     if task.head is not None:
@@ -74,7 +76,14 @@ def pack_task(task: Task, backbone: str) -> Archive:
 
 def to_bytes(archive: Archive, *, coded: bool = False) -> bytes:
     """Return the file's bytes, which depend on the task alone. `coded` masks take about their entropy."""
-    return b"".join(_pieces(archive, coded))
+    about = write_info(archive)
+    tensors = _encode_masks(archive.tensors) if coded else archive.tensors
+    if archive.format > 1:
+        tensors, packed = compact.pack(tensors, archive.shapes)
+        about |= packed
+    if archive.description is not None:
+        tensors = {**tensors, **archive.description.tensors()}
+    return container.encode(tensors, about)
 
 
 def from_bytes(data: bytes | memoryview, source: str = "the task file") -> Archive:
@@ -94,17 +103,18 @@ def from_bytes(data: bytes | memoryview, source: str = "the task file") -> Archi
 
 def save(archive: Archive, path: str | Path, *, coded: bool = False) -> None:
     """Write the file atomically. All values must be finite."""
-    _check_finite(archive.metadata.name, archive.tensors)
-    write_atomically(path, *_pieces(archive, coded))
+    floats = ((key, tensor.numpy()) for key, tensor in archive.tensors.items() if tensor.is_floating_point())
+    _refuse_odd(archive.metadata.name, (key for key, values in floats if not np.isfinite(values).all()))
+    write_atomically(path, to_bytes(archive, coded=coded))
 
 
-def _check_finite(task: str, tensors: Mapping[str, Tensor]) -> None:
-    for key, tensor in tensors.items():
-        if tensor.is_floating_point() and not tensor.is_meta and not is_finite(tensor):
-            raise TaskError(
-                f"task {task!r} is not saved: {key!r} has a NaN or an infinite value; "
-                "train it again, at lower rates if it diverged"
-            )
+def _refuse_odd(task: str, odd: Iterable[str]) -> None:
+    """Refuse to save a task if any of its tensors is not finite."""
+    if key := next(iter(odd), None):
+        raise TaskError(
+            f"task {task!r} is not saved: {key!r} has a NaN or an infinite value; "
+            "train it again, at lower rates if it diverged"
+        )
 
 
 def read_archive(path: str | Path) -> Archive:
@@ -130,17 +140,6 @@ def content_hash(archive: Archive) -> str:
         digest.update(key.encode() + b"\n")
         digest.update(container.raw(archive.tensors[key]))
     return digest.hexdigest()
-
-
-def _pieces(archive: Archive, coded: bool) -> list[bytes | memoryview]:
-    about = write_info(archive)
-    tensors = _encode_masks(archive.tensors) if coded else archive.tensors
-    if archive.format > 1:
-        tensors, packed = compact.pack(tensors, archive.shapes)
-        about |= packed
-    if archive.description is not None:
-        tensors = {**tensors, **archive.description.tensors()}
-    return container.encode(tensors, about)
 
 
 def _is_part(key: str) -> bool:

@@ -21,6 +21,7 @@ from bitgraft.format.metadata import Shapes
 from bitgraft.transforms.bits import packed_size
 
 NORM_PARTS = ("weight", "bias", "running_mean", "running_var")
+MEAN = ".running_mean"
 FACTORS = (":a", ":b")  # the ends of the keys of LoRA's factors
 
 
@@ -36,7 +37,8 @@ def pack(tensors: Mapping[str, Tensor], shapes: Shapes) -> tuple[dict[str, Tenso
     if uncoded and all(f"{name}:mask" in left for name in uncoded):
         packed[MASKS] = torch.cat([left.pop(f"{name}:mask") for name in uncoded])
     channels = _pack_k(left, packed, shapes)
-    norms = {layer: len(left[f"{layer}.weight"]) for layer in sorted(_folded_norms(left))}  # sorted as in the JSON
+    layers = sorted(key.removesuffix(MEAN) for key in left if key.endswith(MEAN) and ":" not in key)  # as in the JSON
+    norms = {layer: len(left[f"{layer}.weight"]) for layer in layers if _is_folded(left, layer)}
     if norms:
         parts = [[left.pop(f"{layer}.{part}") for part in NORM_PARTS] for layer in norms]
         packed[NORMS] = torch.cat([tensor for weight, bias, _, _ in parts for tensor in (weight, bias)]).half()
@@ -71,10 +73,9 @@ def _pack_k(left: dict[str, Tensor], packed: dict[str, Tensor], shapes: Shapes) 
         k = left.get(f"{name}:k")
         found = [] if k is None else [find_grid(row) for row in k.view(4, -1).numpy()]
         rows = [row for row in found if row is not None]
-        if k is None or len(rows) < 4:
-            channels.append(None)
+        channels.append(None if k is None or len(rows) < 4 else k.shape[1] if k.dim() > 1 else 0)
+        if channels[-1] is None:
             continue
-        channels.append(k.shape[1] if k.dim() > 1 else 0)
         grids += [(low, unit) for low, unit, _ in rows]
         codes += [steps for _, unit, steps in rows if unit != 0]
         del left[f"{name}:k"]
@@ -110,13 +111,9 @@ def _on_grid(low: Any, unit: Any, steps: NDArray[Any]) -> NDArray[Any]:
     return (np.float64(low) + np.float64(unit) * steps).astype(np.float32)
 
 
-def _folded_norms(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the batch norms with mean 0, variance 1, and a scale and shift that are exact in half precision."""
-    layers = [key.removesuffix(".running_mean") for key in tensors if key.endswith(".running_mean") and ":" not in key]
-    return [layer for layer in layers if _is_folded([tensors.get(f"{layer}.{part}") for part in NORM_PARTS])]
-
-
-def _is_folded(parts: list[Tensor | None]) -> bool:
+def _is_folded(tensors: Mapping[str, Tensor], layer: str) -> bool:
+    """Whether a batch norm has mean 0, variance 1, and a scale and shift that are exact in half precision."""
+    parts = [tensors.get(f"{layer}.{part}") for part in NORM_PARTS]
     held = [tensor for tensor in parts if tensor is not None and tensor.dtype == torch.float32]
     if len(held) < 4 or len({tensor.shape for tensor in held}) > 1 or held[0].dim() != 1 or not len(held[0]):
         return False

@@ -32,8 +32,8 @@ DTYPES = {
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()} | {"BF16": torch.bfloat16}  # read only to be refused
 
 
-def encode(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> list[bytes | memoryview]:
-    """Return the file in pieces that share memory with the tensors.
+def encode(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> bytes:
+    """Return the file's bytes.
 
     Tensors are sorted by element size, largest first, then matrices before vectors, then by name: so the head's matrix
     starts on a cache line.
@@ -53,7 +53,7 @@ def encode(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> list[byte
     pieces, digest = [raw(tensors[name]) for name in order], xxhash.xxh3_128(top)
     for piece in pieces:
         digest.update(piece)
-    return [CHECKSUM.sub(digest.hexdigest().encode(), top, count=1), *pieces]
+    return b"".join([CHECKSUM.sub(digest.hexdigest().encode(), top, count=1), *pieces])
 
 
 def decode(data: memoryview, source: str) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -1,7 +1,6 @@
 """Round a task for a small file: k to 8 bits, norm layers and LoRA's factors to half precision, or all to levels."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +43,10 @@ def compact(task: Task) -> Task:
     if any(isinstance(one, Levels) for one in task.transforms.values()):
         if not task.is_compact:
             steps = _norm_steps(task)
-            task.exchange(_replaced(task, steps), {name: _levels(task, name, parts) for name, parts in steps.items()})
+            made = {name: Levels(describe(task.anatomy, name), None) for name in steps}
+            for name, levels in made.items():
+                levels.restore(steps[name])
+            task.exchange(_replaced(task, steps), made)
     else:
         for module in task.modules():
             if isinstance(module, Masked) and module.rule.per_channel:
@@ -122,12 +124,6 @@ def _replaced(task: Task, steps: Parts) -> set[str]:
     """Return the owned tensors of the norm layers that `steps` replaces."""
     layers = {name.rpartition(".")[0] for name in steps}
     return {name for name in task.owned if task.anatomy.norm_of.get(name) in layers}
-
-
-def _levels(task: Task, name: str, parts: Mapping[str, Tensor]) -> Levels:
-    levels = Levels(describe(task.anatomy, name), None)
-    levels.restore(parts)
-    return levels
 
 
 def round_to_grid(row: Tensor) -> Tensor:

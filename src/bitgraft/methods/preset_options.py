@@ -5,25 +5,18 @@ from typing import Any
 
 from bitgraft.errors import TaskError
 
-_TUNED: Mapping[str, Mapping[str, Any]] = {
+PRESETS = ("default", "quick", "quick-uncorrected", "imagenet-to-sketch", "decathlon")
+PAPER = PRESETS[-2:]
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "full": {"per": "channel"},
     "simple": {"per": "channel"},
     "packnet": {"keep": 0.75},
 }
-OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
-    "default": _TUNED,
-    "quick": _TUNED,
-    "quick-uncorrected": _TUNED,
-    "imagenet-to-sketch": {},
-    "decathlon": {},
-}
-"""preset -> method -> options that differ from the method's own. `bitgraft.training.presets` has the other settings."""
+"""method -> options that differ from the method's own, except in the paper's presets."""
 
 
 def preset_options(name: str | None, method: str) -> dict[str, Any]:
     """Return the options that a preset sets for a method; none without a preset."""
-    if name is None:
-        return {}
-    if name not in OPTIONS:
-        raise TaskError(f"there is no preset {name!r}; known are {', '.join(OPTIONS)}")
-    return dict(OPTIONS[name].get(method, {}))
+    if name not in (None, *PRESETS):
+        raise TaskError(f"there is no preset {name!r}; known are {', '.join(PRESETS)}")
+    return {} if name in (None, *PAPER) else dict(OPTIONS.get(method, {}))

@@ -73,22 +73,21 @@ class Masked(ScoredTransform):
 
     def operands(self, weight: Tensor, out: Tensor | None = None) -> Operands:
         """Return the inputs of equation (2), shaped so that per-channel k broadcast."""
-        mask, k = self.packed if self.scores is None else self.scores, self.values()
-        assert mask is not None, "call `restore` first"
-        rule, shape = self.rule, weight.shape
+        rule, shape, k, learns = self.rule, weight.shape, self.values(), self.scores is not None
         if rule.per_channel:
             shape, k = torch.Size(self.weight.grouped_shape), k.view(4, *self.weight.channel_shape)
-        if self.scores is None:
-            return Operands(_view(weight, shape), mask, k, out=None if out is None else _view(out, shape))
+        mask = self.packed if self.scores is None else _view(self.scores, shape)
+        assert mask is not None, "call `restore` first"
         return Operands(
             weight=_view(weight, shape),
-            mask=_view(mask, shape),
+            mask=mask,
             k=k,
             threshold=rule.threshold,
             surrogate=rule.surrogate,
             k2_scaled_by_r=self.k2_scaled_by_r,
             hardness=self.hardness if self.training and self.k2_scaled_by_r else 1.0,
-            channels_last=self.channels_last and weight.dim() == 4 and weight.shape == shape,
+            channels_last=self.channels_last and learns and weight.dim() == 4 and weight.shape == shape,
+            out=None if out is None or learns else _view(out, shape),
         )
 
     def values(self) -> Tensor:
