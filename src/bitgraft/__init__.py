@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from bitgraft.training.loop import fit as fit
     from bitgraft.training.presets import preset as preset
     from bitgraft.training.task_model import TaskModel as TaskModel
-    from bitgraft.workflows.describe_task import describe as describe
+    from bitgraft.workflows.identification import describe as describe
     from bitgraft.workflows.identification import identify as identify
     from bitgraft.workflows.prediction import predict as predict
 
@@ -69,8 +69,7 @@ _MODULES = {
     "format.rounding": ("compact",),
     "methods.registry": ("Method", "method_names", "register_method"),
     "network": ("Network",),
-    "workflows.describe_task": ("describe",),
-    "workflows.identification": ("identify",),
+    "workflows.identification": ("describe", "identify"),
     "workflows.prediction": ("predict",),
     "store": ("Store",),
     "task": ("Task",),

@@ -32,7 +32,7 @@ from bitgraft.format.description import Description, rounded
 from bitgraft.runtime.identify import features, fitting
 from bitgraft.runtime.identify.decision import union_scores
 from bitgraft.runtime.identify.scorers import Likelihood
-from bitgraft.workflows import describe_task
+from bitgraft.workflows import identification
 
 DIM = 12
 GOLDEN_SIGNS = [[-1, 1, 1, -1, 1, 1, 1, 1], [-1, 1, -1, 1, 1, 1, 1, -1]]
@@ -309,7 +309,7 @@ def test_python_finds_the_task_of_an_image_as_the_command_does(trained, monkeypa
     answers = json.loads(bitgraft(capsys, monkeypatch, "identify", *shots, "--json")[1])
     assert [one["task"] for one in answers] == [first["task"], second["task"]]
     written = net.tasks["colours"].description.tensors()
-    again = describe_task.describe(net, "colours", "photos")
+    again = identification.describe(net, "colours", "photos")
     assert all(torch.equal(again.tensors()[key], tensor) for key, tensor in written.items())
     assert repr(again) == f"Description(classes=3, rank={len(again.basis)}, nbytes={again.nbytes})"
 
@@ -319,11 +319,11 @@ def test_a_description_that_fails_leaves_the_one_before(trained, tmp_path):
     net = store.network()
     before = store.load(net, "colours").description
     with pytest.raises(UnknownTaskError):
-        describe_task.describe(net, "colors", trained / "photos")
+        identification.describe(net, "colors", trained / "photos")
     shutil.copytree(trained / "photos", tmp_path / "photos")
     next((tmp_path / "photos/val/red").iterdir()).write_bytes(b"no image")
     with pytest.raises(DataError, match="cannot read"):
-        describe_task.describe(net, "colours", tmp_path / "photos")
+        identification.describe(net, "colours", tmp_path / "photos")
     assert net.tasks["colours"].description is before
 
 

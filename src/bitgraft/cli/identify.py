@@ -52,7 +52,7 @@ def describe(
     files. Nothing else in the file changes.
     """
     from bitgraft.data.splits import open_data
-    from bitgraft.workflows.describe_task import describe as describe_task
+    from bitgraft.workflows.identification import describe as describe_task
 
     splits, path = open_data(data, seed=seed), Store(store).file(task)
     net = opt.network_with(store, [task])

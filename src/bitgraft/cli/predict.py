@@ -128,12 +128,11 @@ def evaluate(
     used.
     """
     from bitgraft.data.splits import open_to_evaluate
-    from bitgraft.training.inputs import labelled
     from bitgraft.workflows.identification import evaluate_union
 
     classes = Store(store).summary(task).metadata.classes or ()
     opened = open_to_evaluate(data, split, seed=seed)
-    images = labelled(opened, split, classes, f"task {task!r}", "--split {}")
+    images = opened.labelled(split, classes, f"task {task!r}", "--split {}")
     net = opt.network_with(store, Store(store).names() if union else [task], device)
     about = {"data": data, "task": task, "images": len(images)}
     if union:

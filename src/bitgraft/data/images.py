@@ -107,6 +107,26 @@ class Splits:
             test=self.test or (self.train.pick(test) if test else None),
         )
 
+    def labelled(self, part: str, classes: Sequence[str], whose: str, choice: str = 'split="{}"') -> Images:
+        """Return a split's images with the numbers that its classes have among these, matched by name.
+
+        Messages say `whose` classes these are, and how the user makes another `choice` of split.
+        """
+        images: Images | None = getattr(self, part)
+        if not images:
+            others = " or ".join(choice.format(name) for name in ("train", "val", "test") if getattr(self, name))
+            raise DataError(f"{self.name} has no {part} images: choose {others}")
+        if min(images.labels) < 0:
+            raise DataError(f"the {part} images of {self.name} have no labels, so accuracy cannot be measured on them")
+        present = [self.classes[label] for label in sorted(set(images.labels))]
+        if unknown := [name for name in present if name not in classes]:
+            raise DataError(
+                f"{whose} does not know {len(unknown)} of the {len(present)} classes in the data: {few(unknown)}; "
+                f"it knows {few(classes) or 'none'}"
+            )
+        numbers = {name: number for number, name in enumerate(classes)}
+        return replace(images, labels=tuple(numbers[self.classes[label]] for label in images.labels))
+
     @property
     def warnings(self) -> tuple[str, ...]:
         """Problems that make training worse, but not impossible."""

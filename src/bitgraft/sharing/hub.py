@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bitgraft.errors import SharingError, how_to_install
+from huggingface_hub import CommitOperationAdd, HfApi, errors
+
+from bitgraft.errors import SharingError
 
 PREFIX = "hf:"
 REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
@@ -16,23 +18,21 @@ SECRET = re.compile(r"hf_\w+|(?<=://)[^/@\s]+@")
 
 def model_info(repo: str, revision: str | None) -> Any:
     """Return a repository's files and their commit (`sha`)."""
-    with _api(repo) as api:
-        return api.model_info(repo, revision=revision, files_metadata=True, timeout=TIMEOUT)
+    with _explained(repo):
+        return _api().model_info(repo, revision=revision, files_metadata=True, timeout=TIMEOUT)
 
 
 def download(repo: str, file: str, revision: str, folder: Path) -> Path:
-    with _api(repo) as api:
-        return Path(api.hf_hub_download(repo, file, revision=revision, local_dir=folder, etag_timeout=TIMEOUT))
+    with _explained(repo):
+        return Path(_api().hf_hub_download(repo, file, revision=revision, local_dir=folder, etag_timeout=TIMEOUT))
 
 
 def upload(repo: str, files: dict[str, bytes], message: str, *, private: bool) -> str:
     """Commit files to a repository, which is created if needed; return the commit's URL."""
-    with _api(repo) as api:
-        from huggingface_hub import CommitOperationAdd
-
-        api.create_repo(repo, private=private, exist_ok=True)
+    with _explained(repo):
+        _api().create_repo(repo, private=private, exist_ok=True)
         added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=data) for name, data in files.items()]
-        return str(api.create_commit(repo, added, commit_message=message).commit_url)
+        return str(_api().create_commit(repo, added, commit_message=message).commit_url)
 
 
 def check_repo(repo: str) -> str:
@@ -41,17 +41,15 @@ def check_repo(repo: str) -> str:
     return repo
 
 
+def _api() -> HfApi:
+    return HfApi(library_name="bitgraft")
+
+
 @contextlib.contextmanager
-def _api(repo: str) -> Iterator[Any]:
-    """Yield huggingface_hub's API. Any error becomes a `SharingError` without tokens."""
+def _explained(repo: str) -> Iterator[None]:
+    """Turn any error of the Hub into a `SharingError` without tokens."""
     try:
-        from huggingface_hub import HfApi, errors
-    except ImportError as cause:
-        raise SharingError(
-            f"the Hub needs huggingface_hub, which cannot be imported ({cause}): {how_to_install('hub')}"
-        ) from cause
-    try:
-        yield HfApi(library_name="bitgraft")
+        yield
     except errors.GatedRepoError:
         raise SharingError(f"{repo} is gated: request access on its page, then log in with `hf auth login`") from None
     except errors.RepositoryNotFoundError:

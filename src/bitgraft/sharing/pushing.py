@@ -28,7 +28,7 @@ A task for the frozen network `{backbone}`, as one [safetensors](https://github.
 ## Use it
 
 ```sh
-pip install '.[hub]'    # in a clone of bitgraft
+pip install .    # in a clone of bitgraft
 bitgraft pull hf:{repo} --task {task} --backbone {backbone}
 bitgraft predict photo.jpg --task {task}
 ```

@@ -4,7 +4,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from bitgraft.backbone.files import write_atomically
 from bitgraft.errors import TrainingError, how_to_install
@@ -23,26 +23,19 @@ class Plan:
     """An estimate; None if not measured."""
 
 
-class Callback(Protocol):
+class Callback:
     """Subclasses override the methods they need."""
 
-    # each body returns: mypy treats an empty one as abstract
+    def begin(self, plan: Plan) -> None: ...
 
-    def begin(self, plan: Plan) -> None:
-        return
-
-    def step(self, epoch: int, step: int, images: int) -> None:
-        return
+    def step(self, epoch: int, step: int, images: int) -> None: ...
 
     def look(self, loss: float, accuracy: float) -> None:
         """Called with the epoch's means so far, whenever the loop reads them from the device."""
-        return
 
-    def epoch(self, record: dict[str, Any]) -> None:
-        return
+    def epoch(self, record: dict[str, Any]) -> None: ...
 
-    def end(self) -> None:
-        return
+    def end(self) -> None: ...
 
 
 class JsonLines(Callback):

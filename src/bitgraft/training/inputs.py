@@ -136,7 +136,7 @@ def to_evaluate(task: Task, given: Any, split: str = "test", seed: int = 0) -> A
 def _images(task: Task, data: Any, split: str) -> Images | None:
     """The images of a split or of a data set of PIL images; None for a data set of tensors."""
     if isinstance(data, Splits):
-        return labelled(data, split, task.classes or (), f"task {task.name!r}")
+        return data.labelled(split, task.classes or (), f"task {task.name!r}")
     return read_dataset(data, f"the data of task {task.name!r}") if _has_pil_images(data) else None
 
 
@@ -192,27 +192,6 @@ def training_images(images: Images, data: Any, preprocessing: Preprocessing, con
     return ImageDataset(
         images, preprocessing, Augmentation(flip=flip, crop=config.crop), config.seed, cache_bytes=cache
     )
-
-
-def labelled(splits: Splits, part: str, classes: Sequence[str], whose: str, choice: str = 'split="{}"') -> Images:
-    """The images of a split, labelled with a task's class numbers. Classes are matched by name.
-
-    `choice` is how the user chooses another split.
-    """
-    images: Images | None = getattr(splits, part, None)
-    if not images:
-        others = " or ".join(choice.format(name) for name in ("train", "val", "test") if getattr(splits, name))
-        raise DataError(f"{splits.name} has no {part} images: choose {others}")
-    if min(images.labels) < 0:
-        raise DataError(f"the {part} images of {splits.name} have no labels, so accuracy cannot be measured on them")
-    present = [splits.classes[label] for label in sorted(set(images.labels))]
-    if unknown := [name for name in present if name not in classes]:
-        raise DataError(
-            f"{whose} does not know {len(unknown)} of the {len(present)} classes in the data: {few(unknown)}; "
-            f"it knows {few(classes) or 'none'}"
-        )
-    numbers = {name: number for number, name in enumerate(classes)}
-    return replace(images, labels=tuple(numbers[splits.classes[label]] for label in images.labels))
 
 
 def _has_pil_images(data: Any) -> bool:

@@ -19,7 +19,7 @@ from bitgraft.store import Backbone, Store
 from bitgraft.task import Task
 from bitgraft.training.callbacks import Callback
 from bitgraft.training.config import Config
-from bitgraft.training.inputs import labelled, training_images
+from bitgraft.training.inputs import training_images
 from bitgraft.workflows.train_task import check_name_free, one_sentence, open_store, preprocessing_for
 
 
@@ -100,7 +100,7 @@ def _test_images(copy: Task, splits: Splits | None) -> tuple[ImageDataset | None
     if not getattr(splits, split):
         return None, None, ["accuracy was not measured: there are no test or validation images with labels"]
     try:
-        images = labelled(splits, split, copy.classes or (), "the copy")
+        images = splits.labelled(split, copy.classes or (), "the copy")
     except DataError as error:
         return None, None, [f"accuracy was not measured: {error}"]
     return ImageDataset(images, Preprocessing.from_dict(copy.metadata.preprocessing)), split, []

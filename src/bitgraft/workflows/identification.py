@@ -1,25 +1,78 @@
-"""Find the task of each image and its answers, or "unknown"."""
+"""Describe the images of tasks; find the task of each image and its answers, or "unknown"."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from bitgraft.data.dataset import ImageDataset
 from bitgraft.data.decode import Picture
-from bitgraft.data.images import Images
+from bitgraft.data.images import Images, Splits
 from bitgraft.data.preprocessing import Preprocessing, evaluation_tensor
+from bitgraft.data.splits import open_data
 from bitgraft.errors import TaskError
+from bitgraft.format.archive import pack_task, to_bytes
+from bitgraft.format.description import Description
 from bitgraft.network import Network
 from bitgraft.runtime.identify.decision import Identified, described, union_scores
+from bitgraft.runtime.identify.fitting import calibrated, fit_description, rank_for
 from bitgraft.task import evaluating
 from bitgraft.workflows.prediction import ONE, best, preprocessing_of, torch_scores
 
 BATCH = 16
+DESCRIBED = 64  # images per batch for a description
+MAX_DESCRIBED = 10_000  # more images would take longer without better means
 Prepared = Mapping[Preprocessing, Tensor]
 """One image, as a tensor for each preprocessing that tasks use."""
+
+
+@torch.no_grad()
+def describe(net: Network, name: str, data: Splits | str | Path, *, workers: int = 0) -> Description:
+    """Fit a task's description on training images, calibrate it on validation images, and return it.
+
+    `identify` needs the descriptions of all tasks. Without validation images, a description is calibrated on training
+    images, and then accepts too few of the task's own images.
+
+    Args:
+        data: the task's images, as `fit` takes them: a folder or the result of `open_data`.
+        workers: processes that load images.
+    """
+    task, splits = net._added(name), data if isinstance(data, Splits) else open_data(data)
+    if not task.classes:
+        raise TaskError(f"task {name!r} has no classes, so its images cannot be described")
+    before, task.description = task.description, None
+    size = len(to_bytes(pack_task(task, net.fingerprint)))
+    try:
+        with evaluating(task):
+            features, labels, own = _features(net, name, splits, "train", workers, run=not splits.val)
+            rank = rank_for(features.shape[1], len(task.classes), size)
+            fitted = fit_description(features, labels, len(task.classes), rank)
+            if splits.val:
+                features, _, own = _features(net, name, splits, "val", workers, run=True)
+            before = found = calibrated(fitted, features, own)
+    finally:  # the earlier one if it failed
+        task.description = before
+    return found
+
+
+def _features(
+    net: Network, name: str, splits: Splits, split: str, workers: int, *, run: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the backbone's features of a split, the labels and, if `run`, the task's own scores."""
+    task, features, labels, own = net.tasks[name], [], [], []
+    images = splits.labelled(split, task.classes or (), f"task {name!r}")
+    data = ImageDataset(images, Preprocessing.from_dict(task.metadata.preprocessing), cache_bytes=0)
+    step = -(-len(data) // MAX_DESCRIBED)
+    sample = Subset(data, range(0, len(data), step))
+    for pixels, targets in DataLoader(sample, batch_size=DESCRIBED, num_workers=workers):
+        features.append(net.features(pixels.to(net.anatomy.device, net.anatomy.dtype)).cpu())
+        labels.append(targets)
+        if run:
+            own.append(net.anatomy.as_logits(torch_scores(net, name, pixels)))
+    return torch.cat(features), torch.cat(labels), torch.cat(own) if own else Tensor()
 
 
 def identify(

@@ -27,7 +27,7 @@ from bitgraft.training.config import Config
 from bitgraft.training.evaluation import evaluate
 from bitgraft.training.inputs import resized
 from bitgraft.training.loop import fit
-from bitgraft.workflows.describe_task import describe
+from bitgraft.workflows.identification import describe
 
 
 @dataclass(frozen=True)
