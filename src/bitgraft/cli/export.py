@@ -57,15 +57,15 @@ def export(
 def _exported(net: "Network", names: list[str], form: str, bundled: bool, path: Path, name: str) -> tuple[bytes, str]:
     """Return the file's bytes and instructions for loading it; `name` is the backbone's."""
     from bitgraft.export import bundle, onnx_file, plain
-    from bitgraft.export.plain import Subject
 
-    subject = Subject(net, names[0])
-    if bundled:
-        numbers = ", ".join(f"{number} {task}" for number, task in enumerate(names))
-        recipe = _onnx(path, "{'images': images, 'task': np.array([0])}")
-        return bundle.bundle_bytes(net, names), f"{recipe}\nTasks by number: {numbers}."
+    subject = plain.Subject(net, names[0])
     if form == "onnx":
-        return onnx_file.onnx_bytes(subject), _onnx(path, "{'images': images}")
+        data = bundle.bundle_bytes(net, names) if bundled else onnx_file.onnx_bytes(subject)
+        feed = "{'images': images, 'task': np.array([0])}" if bundled else "{'images': images}"
+        load = f'session = onnxruntime.InferenceSession("{path}")'
+        recipe = _recipe("import numpy as np, onnxruntime", load, f'(logits,) = session.run(["logits"], {feed})')
+        numbers = ", ".join(f"{number} {task}" for number, task in enumerate(names))
+        return data, f"{recipe}\nTasks by number: {numbers}." if bundled else recipe
     if form == "torch-export":
         load = f'model = torch.export.load("{path}").module()'
         return plain.program_bytes(subject), _recipe("import torch", load, "logits = model(images)")
@@ -84,11 +84,6 @@ def _exported(net: "Network", names: list[str], form: str, bundled: bool, path: 
     read = "torch.load" if pickled else "load_file"
     load = f'model.load_state_dict({read}("{path}"))  # model: {name} with {classes} classes'
     return data, _recipe(reader, load)
-
-
-def _onnx(path: Path, feed: str) -> str:
-    session = f'session = onnxruntime.InferenceSession("{path}")'
-    return _recipe("import numpy as np, onnxruntime", session, f'(logits,) = session.run(["logits"], {feed})')
 
 
 def _recipe(*lines: str) -> str:

@@ -74,4 +74,4 @@ def serve(
     except ServingError as error:
         name, _, problem = str(error).partition(" ")
         raise typer.BadParameter(f"--{name.replace('_', '-')} {problem}") from error
-    raise typer.Exit(run(settings))
+    run(settings)

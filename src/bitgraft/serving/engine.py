@@ -56,12 +56,10 @@ class Service(Protocol):
     async def change(self, action: str, name: str, *args: Any) -> dict[str, Any]: ...
     async def tasks(self) -> dict[str, Any]: ...
     async def task(self, name: str) -> dict[str, Any]: ...
+    def healthy(self) -> bool: ...
 
     async def identify(self, images: Sequence[bytes], top: int) -> list[dict[str, Any]]:
         raise HttpError(501, "this service cannot identify an image's task: name it, as in /v1/predict/NAME")
-
-    def healthy(self) -> bool:
-        return True
 
     def ready(self) -> bool:
         return self.healthy()

@@ -26,11 +26,6 @@ def share_folder() -> "tempfile.TemporaryDirectory[str]":
     return folder
 
 
-def forget_worker(process: int | None) -> None:
-    """Drop the gauges of a worker that has exited; its counters stay."""
-    multiprocess.mark_process_dead(process)  # type: ignore[no-untyped-call]
-
-
 class Metrics:
     """The metrics of one worker."""
 

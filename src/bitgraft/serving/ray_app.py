@@ -30,8 +30,8 @@ from bitgraft.store import Store
 APPLICATION, REPLICAS, FRONT = "bitgraft", "tasks", "front"
 
 
-def serve(settings: Settings) -> int:
-    """Deploy and wait for SIGTERM or SIGINT. Return the exit code."""
+def serve(settings: Settings) -> None:
+    """Deploy and wait for SIGTERM or SIGINT."""
     Store(settings.store)  # report a bad store here, not in a replica's log
     ray.init(ignore_reinit_error=True)
     try:
@@ -44,7 +44,6 @@ def serve(settings: Settings) -> int:
         ray_serve.shutdown()
     finally:
         ray.shutdown()
-    return 0
 
 
 def deploy(settings: Settings) -> None:

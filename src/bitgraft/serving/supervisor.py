@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import uvicorn
 from PIL import Image
+from prometheus_client import multiprocess
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bitgraft.errors import ExportError, ServingError
@@ -28,7 +29,7 @@ from bitgraft.serving.app import make_app
 from bitgraft.serving.engine import Engine
 from bitgraft.serving.library import Library
 from bitgraft.serving.logs import set_up_logging
-from bitgraft.serving.metrics import forget_worker, share_folder
+from bitgraft.serving.metrics import share_folder
 from bitgraft.serving.settings import Settings
 from bitgraft.store import Store
 from bitgraft.workflows.prediction import task_session
@@ -40,8 +41,8 @@ EVERY_TASK = 1 << 30  # no limit on the number of tasks in memory: the budget in
 EARLY_EXIT, RESTART_DELAY = 10.0, 1.0  # seconds; a worker that dies early is replaced after a delay
 
 
-def serve(settings: Settings) -> int:
-    """Run until SIGTERM or SIGINT. Return the exit code."""
+def serve(settings: Settings) -> None:
+    """Run until SIGTERM or SIGINT."""
     set_up_logging(settings.log_format)
     torch.set_num_threads(1)  # a process that has used several threads cannot be forked
     library = open_library(settings)
@@ -50,7 +51,6 @@ def serve(settings: Settings) -> int:
         prepare_graphs(settings, library)
     with share_folder():
         _Supervisor(settings, library, listener).run()
-    return 0
 
 
 def open_library(settings: Settings) -> Library:
@@ -137,7 +137,7 @@ class _Supervisor:
             wait([worker.sentinel for worker in self._workers])
             for worker in [worker for worker in self._workers if not worker.is_alive()]:
                 started = self._workers.pop(worker)
-                forget_worker(worker.pid)
+                multiprocess.mark_process_dead(worker.pid)  # type: ignore[no-untyped-call]  # drops its gauges
                 if self._is_stopping:
                     continue
                 log.error("worker %d exited with %d: starting another", worker.pid, worker.exitcode)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -42,14 +43,11 @@ class Identifier:
     def __init__(self, anatomy: Anatomy) -> None:
         self._anatomy = anatomy
         self._lock = threading.Lock()
-        self._features: PlainFeatures | None = None
         self._stacked: tuple[Mapping[str, Description], Likelihood] | None = None
 
-    def features(self, images: Tensor) -> Tensor:
-        """Return what the plain backbone sees in images, l2-normalised, (N, features)."""
-        with self._lock:
-            self._features = self._features or PlainFeatures(self._anatomy)
-        return self._features(images)
+    @cached_property
+    def features(self) -> PlainFeatures:
+        return PlainFeatures(self._anatomy)
 
     @torch.no_grad()
     def decide(
