@@ -157,7 +157,8 @@ def read_anatomy(
     heads = find_heads(backbone, seen) if head == AUTO else named_heads(backbone, seen, head)
     in_head = set(_held_by(heads or (), places))
     matrices = [name for name, parameter in backbone.named_parameters() if parameter.dim() >= 2]
-    every = _default_weights(backbone, places) if transform == AUTO else _match(transform, matrices, "transform")
+    usual = [_join(path, a) for path, module in backbone.named_modules() for a in weight_attributes(module)]
+    every = [n for n in usual if n in places] if transform == AUTO else _match(transform, matrices, "transform")
     found = [name for name in _in_order(backbone, every, seen) if name not in in_head]
     skipped = set(_match(skip, found, "skip"))
     weights = {name: _describe(backbone, places, name, seen) for name in found if name not in skipped}
@@ -209,11 +210,6 @@ def tensor_dict(owner: nn.Module, attribute: str) -> dict[str, Any]:
 def _held_by(layers: Sequence[str], places: Places) -> list[str]:
     """Return the tensors that only these layers hold."""
     return [name for name, held in places.items() if all(within(path, layers) for path, _ in held)]
-
-
-def _default_weights(backbone: nn.Module, places: Places) -> list[str]:
-    owners = ((path, a) for path, module in backbone.named_modules() for a in weight_attributes(module))
-    return [name for path, attribute in owners if (name := _join(path, attribute)) in places]
 
 
 def _in_order(backbone: nn.Module, names: Iterable[str], seen: Trace) -> list[str]:

@@ -120,9 +120,8 @@ def method_options(
     """Return the preset's options, updated by a file's and then by NAME=VALUE pairs, checked by the method."""
     from bitgraft.errors import TaskError
     from bitgraft.methods import registry
-    from bitgraft.methods.preset_options import PRESETS, preset_options
 
-    options = preset_options(preset if preset in PRESETS else None, method) | dict(from_file or {})
+    options = registry.preset_options(preset if preset in registry.PRESETS else None, method) | dict(from_file or {})
     for text in given or ():
         name, equals, value = text.partition("=")
         if not equals:

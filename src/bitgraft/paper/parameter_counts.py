@@ -16,7 +16,6 @@ from bitgraft.backbone.loading import read_backbone
 from bitgraft.format.compact import NORM_PARTS
 from bitgraft.format.metadata import Metadata
 from bitgraft.methods import packnet, registry
-from bitgraft.methods.preset_options import preset_options
 from bitgraft.paper.report.results import published
 from bitgraft.task import Task
 from bitgraft.transforms.base import COUNTER
@@ -90,7 +89,7 @@ def file_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 def _cost(anatomy: Anatomy, method: registry.Method) -> tuple[int, int]:
     """Return the bits of one task without a head as the paper counts them, and the size of its file."""
-    trained = _task(anatomy, method, replace(method.options, **preset_options("default", method.name)))
+    trained = _task(anatomy, method, replace(method.options, **registry.preset_options("default", method.name)))
     return _task(anatomy, method, method.options).bits(statistics=False), _compact_bytes(trained)
 
 
