@@ -8,7 +8,7 @@ import torch
 from stripes import backbone, stripes
 
 from bitgraft import Config, Network, TaskError, TrainingError, fit, preset
-from bitgraft.methods import preset_options
+from bitgraft.methods import registry
 from bitgraft.training.callbacks import Callback
 from bitgraft.training.config import fields
 from bitgraft.training.presets import DECATHLON, IMAGENET_TO_SKETCH, PAPER, PRESETS, QUICK
@@ -26,7 +26,7 @@ def test_a_preset_states_every_setting(name):
 
 
 def test_every_preset_has_settings_and_options():
-    assert tuple(PRESETS) == preset_options.PRESETS
+    assert tuple(PRESETS) == registry.PRESETS
 
 
 @pytest.mark.parametrize("method", ["full", "piggyback", "finetune", "packnet"])

@@ -175,7 +175,9 @@ def read_anatomy(
     heads = find_heads(backbone, seen) if head == AUTO else named_heads(backbone, seen, head)
     in_head = set(_held_by(heads or (), places))
     matrices = [name for name, parameter in backbone.named_parameters() if parameter.dim() >= 2]
-    every = _default_weights(backbone, places) if transform == AUTO else _match(transform, matrices, "transform")
+    owners = [(path, m, a) for path, m in backbone.named_modules() for a in weight_attributes(m)]
+    usual = [_join(path, a) for path, m, a in owners if m._parameters.get(a) is not None]
+    every = [n for n in usual if n in places] if transform == AUTO else _match(transform, matrices, "transform")
     found = [name for name in _in_order(backbone, every, seen) if name not in in_head]
     skipped = set(_match(skip, found, "skip"))
     weights = {name: _describe(backbone, places, name, seen) for name in found if name not in skipped}
@@ -228,12 +230,6 @@ def tensor_dict(owner: nn.Module, attribute: str) -> dict[str, Any]:
 def _held_by(layers: Sequence[str], places: Places) -> list[str]:
     """Return the tensors that only these layers hold."""
     return [name for name, held in places.items() if all(within(path, layers) for path, _ in held)]
-
-
-def _default_weights(backbone: nn.Module, places: Places) -> list[str]:
-    owners = ((path, m, attribute) for path, m in backbone.named_modules() for attribute in weight_attributes(m))
-    parameters = (_join(path, attribute) for path, m, attribute in owners if m._parameters.get(attribute) is not None)
-    return [name for name in parameters if name in places]
 
 
 def _in_order(backbone: nn.Module, names: Iterable[str], seen: Trace) -> list[str]:

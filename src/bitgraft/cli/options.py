@@ -12,7 +12,6 @@ from typer import Argument, Option
 from bitgraft.cli.app import count, setting
 from bitgraft.errors import TaskError, TrainingError
 from bitgraft.methods import registry
-from bitgraft.methods.preset_options import PRESETS, preset_options
 from bitgraft.store import SUFFIX, Backbone, Store
 from bitgraft.training.config import ROLES, Config
 
@@ -122,7 +121,8 @@ def method_options(
 ) -> dict[str, Any]:
     """Return the preset's options, updated by a file's and then by NAME=VALUE pairs, checked by the method."""
     try:
-        options = preset_options(preset if preset in PRESETS else None, method) | dict(from_file or {})
+        known = preset if preset in registry.PRESETS else None
+        options = registry.preset_options(known, method) | dict(from_file or {})
         for text in given or ():
             name, equals, value = text.partition("=")
             if not equals:

@@ -94,6 +94,14 @@ class Method:
 
 
 _METHODS: dict[str, Method] = {}
+PRESETS = ("default", "quick", "quick-uncorrected", "imagenet-to-sketch", "decathlon")
+TUNED: Mapping[str, Mapping[str, Any]] = {
+    "full": {"per": "channel"},
+    "simple": {"per": "channel"},
+    "packnet": {"keep": 0.75},
+}
+"""method -> the options that a preset sets, other than the paper's two. They shape a task, so they are needed before
+training; `bitgraft.training.presets` has the other settings."""
 
 
 def register_method(method: Method) -> Method:
@@ -112,6 +120,13 @@ def get(name: str) -> Method:
 def method_names() -> list[str]:
     """Return the names of all methods, which `Network.add_task` takes."""
     return list(_METHODS)
+
+
+def preset_options(preset: str | None, method: str) -> dict[str, Any]:
+    """Return the options that a preset sets for a method; none without a preset."""
+    if preset not in (None, *PRESETS):
+        raise TaskError(f"there is no preset {preset!r}; known are {', '.join(PRESETS)}")
+    return {} if preset in (None, "imagenet-to-sketch", "decathlon") else dict(TUNED.get(method, {}))
 
 
 def transforms(

@@ -24,7 +24,7 @@ from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.data.seeded import stratified_split
 from bitgraft.data.splits import open_data
 from bitgraft.format.inspect import inspect_file
-from bitgraft.methods.preset_options import preset_options
+from bitgraft.methods.registry import preset_options
 from bitgraft.network import Network
 from bitgraft.paper.demo_page import SIZES, Answer, Findings, Row, Shown, results_table, write
 from bitgraft.paper.figures import check_installed

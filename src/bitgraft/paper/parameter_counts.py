@@ -17,7 +17,6 @@ from bitgraft.backbone.loading import read_backbone
 from bitgraft.format.compact import NORM_PARTS
 from bitgraft.format.metadata import Metadata
 from bitgraft.methods import packnet, registry
-from bitgraft.methods.preset_options import preset_options
 from bitgraft.paper.report.results import published
 from bitgraft.task import Task
 from bitgraft.transforms.base import COUNTER
@@ -55,36 +54,20 @@ class Account:
 
 def paper_accounts() -> list[Account]:
     """Count the rows of the paper."""
-    return [
-        account(read_backbone(one["backbone"]), one["tasks"], one["backbone"], one["printed"], list(one["printed"]))
-        for one in published()["params"]
-    ]
+    stated = published()["params"]
+    return [account(read_backbone(one["backbone"]), one["tasks"], one["backbone"], one["printed"]) for one in stated]
 
 
-def account(
-    anatomy: Anatomy,
-    tasks: int,
-    name: str = "backbone",
-    printed: Mapping[str, str] | None = None,
-    methods: list[str] | None = None,
-) -> Account:
-    """Count each method, by default all of them; `tasks` includes the backbone's own."""
+def account(anatomy: Anatomy, tasks: int, name: str = "backbone", printed: Mapping[str, str] | None = None) -> Account:
+    """Count each method: those printed in the paper, or all. `tasks` includes the backbone's own."""
     if not anatomy.head_known:
         raise unknown_head(anatomy.backbone)
     rows, parameters = [], headless_parameters(anatomy)
-    for method in map(registry.get, methods or registry.method_names()):
+    for method in map(registry.get, printed or registry.method_names()):
         bits, size = _packed_cost(anatomy, method, tasks) if method.depends_on_previous else _cost(anatomy, method)
-        rows.append(
-            Row(
-                method=method.name,
-                bits=bits,
-                file_bytes=size,
-                relative=1 + bits * (tasks - 1) / (32 * parameters),
-                relative_files=1 + size * (tasks - 1) / (4 * parameters),
-                printed=(printed or {}).get(method.name),
-            )
-        )
-    if methods is None:
+        relative, files = (1 + amount * (tasks - 1) / (32 * parameters) for amount in (bits, 8 * size))
+        rows.append(Row(method.name, bits, size, relative, files, (printed or {}).get(method.name)))
+    if printed is None:
         rows.sort(key=lambda row: row.relative)
     return Account(name, tasks, parameters, tuple(rows))
 
@@ -107,8 +90,8 @@ def file_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 def _cost(anatomy: Anatomy, method: registry.Method) -> tuple[int, int]:
     """Return the bits of one task without a head as the paper counts them, and the size of its file."""
-    trained = replace(method.options, **preset_options("default", method.name))
-    return _task(anatomy, method, method.options).bits(statistics=False), _compact_bytes(method, anatomy, trained)
+    trained = _task(anatomy, method, replace(method.options, **registry.preset_options("default", method.name)))
+    return _task(anatomy, method, method.options).bits(statistics=False), _compact_bytes(trained)
 
 
 def _task(anatomy: Anatomy, method: registry.Method, options: Any) -> Task:
@@ -117,13 +100,12 @@ def _task(anatomy: Anatomy, method: registry.Method, options: Any) -> Task:
     return Task(Metadata(method.name, method.name, {}, "keep"), anatomy, transforms, owned, None)
 
 
-def _compact_bytes(method: registry.Method, anatomy: Anatomy, options: Any) -> int:
+def _compact_bytes(task: Task) -> int:
     """Return the size of a compact task's file without a head (docs/format.md); metadata adds about 1 kB."""
-    task = _task(anatomy, method, options)
     left = {key: tensor for key, tensor in task.owned.items() if not key.endswith(COUNTER)}
     for name, transform in task.transforms.items():
         left |= {f"{name}:{part}": tensor for part, tensor in transform.parts().items()}
-    if method.owns_everything:
+    if registry.get(task.metadata.method).owns_everything:
         return file_bytes(left)
     size = 0
     for key in list(left):
@@ -133,7 +115,7 @@ def _compact_bytes(method: registry.Method, anatomy: Anatomy, options: Any) -> i
             k, transform = left.pop(key), task.transforms[key.removesuffix(":k")]
             assert isinstance(transform, Masked)
             size += 4 * 2 * 4 + (len(transform.rule.learned) * k.shape[1] if k.dim() > 1 else 0)
-    norms = [[f"{layer}.{part}" for part in NORM_PARTS] for layer in anatomy.norms]
+    norms = [[f"{layer}.{part}" for part in NORM_PARTS] for layer in task.anatomy.norms]
     for keys in norms:  # two of these vectors in half precision, so a byte for each of their values
         if all(key in left for key in keys):
             size += sum(left.pop(key).numel() for key in keys)

@@ -13,7 +13,6 @@ from bitgraft.errors import TaskError, WrongBackboneError
 from bitgraft.format import archive, dependencies, restore
 from bitgraft.format.metadata import HeadKind, Metadata
 from bitgraft.methods import registry
-from bitgraft.methods.preset_options import preset_options
 from bitgraft.runtime import heads
 from bitgraft.task import Task
 from bitgraft.transforms.masked import Masked
@@ -35,7 +34,7 @@ def new_task(
 ) -> Task:
     """Return a new task as `Network.add_task` describes it, which may build on `tasks`."""
     recipe = registry.get(method)
-    chosen = recipe.with_options({**preset_options(preset, method), **options})
+    chosen = recipe.with_options({**registry.preset_options(preset, method), **options})
     rng = torch.Generator().manual_seed(seed)
     start_task = dependencies.get_earlier(recipe, tasks, start) if start is not None else None
     earlier = dependencies.choose(recipe, tasks, borrow)

@@ -10,7 +10,6 @@ from typing import Any
 from bitgraft.backbone.files import check_name
 from bitgraft.errors import BitgraftError, SuiteError, did_you_mean
 from bitgraft.methods import registry
-from bitgraft.methods.preset_options import preset_options
 from bitgraft.paper.bench.suite import SPLITS, Suite, narrowed
 from bitgraft.paper.from_dict import from_dict
 from bitgraft.paper.report.records import ORIGINAL
@@ -43,7 +42,9 @@ def parse(content: Mapping[str, Any]) -> Suite:
     except ValueError as fault:
         raise SuiteError(str(fault)) from fault
     _check(suite)
-    rows = tuple(replace(r, options={**preset_options(suite.preset, r.method), **r.options}) for r in suite.rows)
+    rows = tuple(
+        replace(r, options={**registry.preset_options(suite.preset, r.method), **r.options}) for r in suite.rows
+    )
     own = suite.backbone.trained_on
     datasets = tuple(replace(d, original=True) if d.name == own else d for d in suite.datasets)
     return replace(suite, datasets=datasets, rows=rows)

@@ -127,9 +127,12 @@ def write_record(suite: Suite, cell: Cell, runs: Path, name: str, splits: Splits
         },
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-    path = record_path(runs, cell, name)
+    write_json(record_path(runs, cell, name), record)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
+    write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def _peak_memory() -> int:

@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from bitgraft.backbone.files import write_atomically
-from bitgraft.paper.bench.record import finished, record_path
+from bitgraft.paper.bench.record import finished, record_path, write_json
 from bitgraft.paper.bench.suite import Cell, Suite
 from bitgraft.paper.from_dict import from_dict
 from bitgraft.paper.report import records as report
@@ -124,12 +123,9 @@ def adopt(source: Path, runs: Path) -> None:
     for known in report.read_records(source):
         path = record_path(runs, Cell(known.row, known.seed, (known.dataset,)), known.dataset)
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, (json.dumps(dict(known.content), indent=1) + "\n").encode())
+            write_json(path, known.content)
 
 
 def describe(suite: Suite, runs: Path) -> None:
     """Write the order and titles of rows and columns for `bitgraft report`."""
-    about = asdict(from_dict(report.Suite, asdict(suite), ignore_unknown=True))
-    runs.mkdir(parents=True, exist_ok=True)
-    write_atomically(runs / report.SUITE, (json.dumps(about, indent=1) + "\n").encode())
+    write_json(runs / report.SUITE, asdict(from_dict(report.Suite, asdict(suite), ignore_unknown=True)))

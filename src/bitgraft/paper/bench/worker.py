@@ -106,20 +106,9 @@ def evaluate_original(run: Run) -> None:
     labels = predicted(net, net.original, images, preprocessing_for(net, request.config), run.place.workers)
     right = sum(label == truth for label, truth in zip(labels, images.labels, strict=True))
     found = record.accuracies({"epoch": 0}, {"accuracy": right / len(labels)})
-    run.write(
-        name,
-        data,
-        {
-            "last": found,
-            "selected": found,
-            "bits": 0,
-            "backbone_bits": 32 * headless_parameters(net.anatomy),
-            "bits_per_weight": 0.0,
-            "file_bytes": 0,
-            "seconds": 0.0,
-            "train_images_seen": 0,
-        },
-    )
+    nothing = dict.fromkeys(("bits", "bits_per_weight", "file_bytes", "seconds", "train_images_seen"), 0)
+    size = 32 * headless_parameters(net.anatomy)
+    run.write(name, data, {"last": found, "selected": found, "backbone_bits": size, **nothing})
 
 
 def _run_in_order(run: Run) -> None:

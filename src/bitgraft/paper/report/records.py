@@ -175,15 +175,12 @@ def _contents(source: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise DataError(f"there is no folder or file {source}; give the run folder of `bitgraft bench`")
     pattern = name if holds_record_files(source) else LINES
     for file in [source] if source.is_file() else sorted(source.rglob(pattern)):
-        whole = file.name == name
         try:
             text = file.read_bytes()
         except OSError as problem:
             raise DataError(f"cannot read {file}: {problem.strerror}") from problem
-        for number, part in enumerate([text] if whole else text.splitlines(), 1):
-            where = str(file) if whole else f"{file}, line {number}"
-            if not part.strip() and not whole:
-                continue
+        whole, lines = file.name == name, enumerate(text.splitlines(), 1)
+        for where, part in [(str(file), text)] if whole else [(f"{file}, line {n}", line) for n, line in lines if line]:
             try:
                 content = json.loads(part)
             except (ValueError, RecursionError) as problem:
