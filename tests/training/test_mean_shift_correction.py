@@ -12,9 +12,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import bitgraft
-from bitgraft.training.init import observe
+from bitgraft.training.init import InputSums, corrected_weights, observe
 from bitgraft.training.loader import Loader
-from bitgraft.training.mean_shift_correction import InputSums, corrected_weights
 from bitgraft.training.presets import preset
 
 

@@ -24,7 +24,7 @@ from bitgraft.task import Task
 from bitgraft.training.callbacks import Callback
 from bitgraft.training.config import Config
 from bitgraft.training.evaluation import evaluate
-from bitgraft.training.mean_shift_correction import corrected_weights
+from bitgraft.training.init import corrected_weights
 from bitgraft.transforms.base import COUNTER
 from bitgraft.transforms.levels import Levels
 

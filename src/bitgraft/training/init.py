@@ -5,12 +5,15 @@ backbone's statistics is useless once the task's own are used; kept statistics s
 its shard of the images; all end with the same task.
 """
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from bitgraft.runtime.task_module import TaskModule
 from bitgraft.task import Task
@@ -19,7 +22,6 @@ from bitgraft.training.config import Config
 from bitgraft.training.inputs import check_several_classes
 from bitgraft.training.learner import Objective
 from bitgraft.training.loader import Loader
-from bitgraft.training.mean_shift_correction import InputSums, corrected_weights
 from bitgraft.training.processes import broadcast_from_main, from_main, gathered_in_main
 from bitgraft.training.sync_bn import over_processes
 
@@ -67,6 +69,25 @@ def reset_statistics(task: Task, loader: Loader, objective: Objective) -> None:
         inputs, targets = to_device((batch.inputs, batch.targets), loader.accelerator.device)
         with over_processes(loader.accelerator, count=batch.micro_batches[0].local_size > 0):
             objective.run(task_module, task.name, inputs, targets)
+
+
+def corrected_weights(task: Task) -> list[str]:
+    """Convolution weights that the task changes and that feed a norm layer whose bias and statistics it owns.
+
+    Not if the norm layer is fed by other weights, or shares its bias: one bias cannot correct several means.
+    """
+    weights, changed = task.anatomy.weights, {*task.transforms, *task.owned, *task.shared}
+    fed = Counter(weight.feeds for weight in weights.values())
+    return [
+        name
+        for name, weight in weights.items()
+        if name in changed
+        and weight.kind == "conv"
+        and weight.feeds is not None
+        and fed[weight.feeds] == 1
+        and all(f"{weight.feeds}.{part}" in task.owned for part in ("weight", "bias", "running_var"))
+        and not task.anatomy.is_tied(f"{weight.feeds}.bias")
+    ]
 
 
 @dataclass
@@ -117,6 +138,44 @@ def observe(task: Task, loader: Loader, *, head: bool = False, means: bool = Fal
     return observed
 
 
+class InputSums(TorchFunctionMode):
+    """Within it, sum the input patches of convolutions, by kernel. `kernels` maps the `id` of a kernel to its name."""
+
+    def __init__(self, kernels: Mapping[int, str]) -> None:
+        super().__init__()
+        self.kernels = kernels
+        self.sums: dict[str, Tensor] = {}
+        self.pixels: dict[str, int] = {}
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        output = function(*args, **(kwargs or {}))
+        if function in (F.conv2d, torch.conv2d):
+            self._add(output, *args, **(kwargs or {}))
+        return output
+
+    def _add(
+        self,
+        output: Tensor,
+        input: Tensor,
+        weight: Tensor,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> None:
+        name = self.kernels.get(id(weight))
+        if name is None or isinstance(padding, str) or groups not in (1, len(weight)):
+            return
+        summed = input.float().sum(0, keepdim=True)  # first over images: the sum of patches is linear
+        patches = F.unfold(summed, weight.shape[2:], dilation, padding, stride)
+        total = patches.sum(2).view(-1 if groups > 1 else 1, *weight.shape[1:])
+        self.sums[name] = self.sums.get(name, 0) + total
+        self.pixels[name] = self.pixels.get(name, 0) + output[:, 0].numel()
+
+
 def _merged(shards: list[Observed]) -> Observed:
     """What all processes observed, in the order of one process."""
     if len(shards) == 1:
@@ -124,7 +183,7 @@ def _merged(shards: list[Observed]) -> Observed:
     merged = Observed([index for shard in shards for index in shard.indices])
     for shard in shards:
         for name, total in shard.sums.items():
-            merged.sums[name] = merged.sums[name] + total if name in merged.sums else total
+            merged.sums[name] = merged.sums.get(name, 0) + total
             merged.pixels[name] = merged.pixels.get(name, 0) + shard.pixels[name]
     order = torch.tensor(merged.indices).argsort()
     for kind in ("features", "labels"):
@@ -141,14 +200,10 @@ def fit_head(task: Task, observed: Observed, device: torch.device, smoothing: fl
     held: dict[str, Any] = task.owned if task.head is None else dict(task.head.named_parameters())
     prefix = f"{task.anatomy.heads[0]}." if task.head is None else ""
     weight, bias = held[f"{prefix}weight"], held.get(f"{prefix}bias")
-    if _are_classes(labels, len(weight)):
+    numbers = labels.dim() == 1 and not labels.is_floating_point()  # a loss of the user's own takes any targets
+    if numbers and 0 <= int(labels.min()) <= int(labels.max()) < len(weight):
         device = device if features.nbytes <= ON_DEVICE else features.device
         _minimise(features.to(device).float(), labels.long().to(device), smoothing, weight, bias)
-
-
-def _are_classes(labels: Tensor, count: int) -> bool:
-    """Whether these are class numbers; a loss of the user's own takes any targets."""
-    return labels.dim() == 1 and not labels.is_floating_point() and 0 <= int(labels.min()) <= int(labels.max()) < count
 
 
 def _minimise(

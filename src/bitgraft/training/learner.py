@@ -51,7 +51,11 @@ class Objective:
             labels = getattr(data, "labels", None)
             if labels is None or classes is None:
                 raise TrainingError("class_weights='balanced' needs a data set with a list `labels`: give the weights")
-            self.class_weights[task] = balanced_weights(torch.as_tensor(labels), classes).to(device)
+            counts = torch.bincount(torch.as_tensor(labels), minlength=classes).clamp(min=1)
+            balanced = len(labels) / (
+                classes * counts.float()
+            )  # inverse class frequencies, with mean 1 over the images
+            self.class_weights[task] = balanced.to(device)
         elif weights is not None:
             if len(weights) != classes:
                 raise TrainingError(f"{len(weights)} class weights for task {task!r}, which has {classes} classes")
@@ -215,12 +219,6 @@ def model_loss(output: Any) -> Tensor:
             "function as the loss, or, for a detector, leave out the validation data, where it computes no loss"
         )
     return loss
-
-
-def balanced_weights(labels: Tensor, classes: int) -> Tensor:
-    """Inverse class frequencies, with mean 1 over the images."""
-    counts = torch.bincount(labels, minlength=classes).clamp(min=1)
-    return labels.numel() / (classes * counts.float())
 
 
 def trainable(net: Network, name: str) -> Task:

@@ -90,14 +90,13 @@ def identify(
         top: number of classes.
         tasks: number of tasks in `route`, the likeliest ones with their scores.
     """
-    if isinstance(images, ONE):
-        return identify(net, [images], top=top, tasks=tasks)[0]  # type: ignore[index]
-    pictures, found = list(images), list[dict[str, Any]]()
+    found = list[dict[str, Any]]()
+    pictures: list[Picture] = [images] if isinstance(images, ONE) else list(images)
     with evaluating(*net.tasks.values()):
         for start in range(0, len(pictures), BATCH):
             batch = [prepare(net, picture) for picture in pictures[start : start + BATCH]]
             found += find(net, batch, top=top, tasks=tasks)
-    return found
+    return found[0] if isinstance(images, ONE) else found
 
 
 def preprocessings(net: Network) -> dict[str, Preprocessing]:

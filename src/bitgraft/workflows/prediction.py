@@ -43,19 +43,14 @@ def predict(
         top: number of classes.
         batch: images per forward pass.
     """
-    if isinstance(images, ONE):
-        return _answers(net, task, [images], top, batch)[0]
-    return _answers(net, task, list(images), top, batch)
-
-
-def _answers(net: Network, task: str, pictures: list[Picture], top: int, batch: int) -> list[Answers]:
     preprocessing, found, answers = preprocessing_of(net, task), net._find(task), list[Answers]()
+    pictures: list[Picture] = [images] if isinstance(images, ONE) else list(images)
     with evaluating(found):
         for start in range(0, len(pictures), batch):
             tensors = [evaluation_tensor(picture, preprocessing) for picture in pictures[start : start + batch]]
             scores = torch_scores(net, task, torch.stack(tensors))
             answers += [best(row, found.classes, top) for row in probabilities(net, scores)]
-    return answers
+    return answers[0] if isinstance(images, ONE) else answers
 
 
 def preprocessing_of(net: Network, task: str) -> Preprocessing:
