@@ -26,9 +26,9 @@ DOMAINS = {dataset.name: dataset.title for dataset in load_suite("domains").data
 GRID = "domains-grid"
 SCREEN = ("cub", "dtd", "omniglot", "gtsrb")
 """Settings are tried on these first; good ones on all."""
-PRESET = ("norms-1e-2", "lora8-corrected-eps-1e-4", "piggyback-bn-5e-4", "full-2e-3-eps-1e-8", "finetune-2e-3")
+PRESET = ("norms-1e-2", "lora8-corrected-eps-1e-4", "piggyback-bn-5e-4", "full-2e-2", "finetune-2e-2")
 """Rows of the grid with the settings of the `default` preset."""
-OURS = "full-2e-3-eps-1e-8"
+OURS = "full-2e-2"
 ABLATION = tuple(
     f"full-{part}" for part in ("hard", "uncorrected", "uncentred", "unclipped", "unsmoothed", "batch", "unscaled")
 )
