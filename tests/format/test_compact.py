@@ -1,5 +1,6 @@
 """Compact tasks (format 2): rounded once, then exact; small; refused if damaged."""
 
+import copy
 import dataclasses
 import json
 import struct
@@ -14,7 +15,8 @@ from drafts import Draft
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from torch import nn
+from torch import Tensor, nn
+from torchvision.ops import FrozenBatchNorm2d
 
 import bitgraft
 from bitgraft.errors import CorruptError
@@ -38,6 +40,7 @@ def test_a_grid_is_near_and_then_exact(values: Any, offset: float) -> None:
     low, unit, steps = found
     again = np.full(len(row), low) if unit == 0 else low + unit * steps.astype(np.float64)
     assert np.array_equal(again.astype(np.float32), rounded.numpy())
+    assert torch.equal(round_to_grid(rounded), rounded)
 
 
 def test_values_off_any_grid_give_none() -> None:
@@ -90,6 +93,8 @@ def test_a_compact_task_is_near_the_trained_one_and_its_file_is_exact(
     bitgraft.compact(net.tasks["t"])
     rounded = net(IMAGES, task="t").detach()
     assert torch.allclose(rounded, trained, atol=0.02)
+    bitgraft.compact(net.tasks["t"])
+    assert torch.equal(net(IMAGES, task="t"), rounded), "compact once is compact"
     net.save_task("t", tmp_path / "t", coded=coded)
     fresh = bitgraft.Network(backbone(), example=(2, 3, 8, 8))
     fresh.load_task(tmp_path / "t")
@@ -105,6 +110,56 @@ def test_a_copy_of_the_network_is_not_rounded() -> None:
     before = net(IMAGES, task="t").detach()
     assert not bitgraft.compact(net.tasks["t"]).is_compact
     assert torch.equal(net(IMAGES, task="t"), before)
+
+
+class SharedScale(nn.Module):
+    """Two batch norms with one scale between them, and statistics of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 48, 3), nn.Conv2d(48, 48, 3)
+        self.norm, self.other, self.fc = nn.BatchNorm2d(48), nn.BatchNorm2d(48), nn.Linear(48, 4)
+        self.other.weight = self.norm.weight
+        for norm in (self.norm, self.other):
+            nn.init.uniform_(norm.running_var, 0.01, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.other(self.second(self.norm(self.first(x)).relu())).relu().mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class FrozenNorm(nn.Module):
+    """A batch norm whose scale and shift are buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 48, 3), nn.Conv2d(48, 48, 3)
+        self.norm, self.other, self.fc = FrozenBatchNorm2d(48), nn.BatchNorm2d(48), nn.Linear(48, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.other(self.second(self.norm(self.first(x)).relu())).relu().mean((2, 3)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [SharedScale, FrozenNorm])
+@pytest.mark.parametrize("options", [{}, {"bits": 4.0}])
+def test_norms_whose_tensors_are_not_theirs_alone_stay_as_they_are(
+    make: type[nn.Module], options: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = make().eval()
+    net = bitgraft.Network(model, example=(2, 3, 8, 8))
+    task = net.add_task("t", classes=3, preset=None, **options)
+    with torch.no_grad():
+        for name, tensor in task.owned.items():
+            if name.endswith("running_var"):
+                tensor.mul_(4 if name.startswith("norm") else 1)
+    trained = net.eval()(IMAGES, task="t").detach()
+    bitgraft.compact(task)
+    rounded = net(IMAGES, task="t").detach()
+    assert float((rounded - trained).abs().max() / trained.abs().max()) < 0.02
+    net.save_task("t", tmp_path / "t")
+    fresh = bitgraft.Network(copy.deepcopy(model), example=(2, 3, 8, 8))
+    fresh.load_task(tmp_path / "t")
+    assert torch.equal(fresh(IMAGES, task="t"), rounded)
 
 
 def test_a_scale_beyond_half_precision_is_kept(tmp_path: Path) -> None:

@@ -130,6 +130,18 @@ def test_options_survive(method: str, options: dict[str, object], tmp_path: Path
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("norms", [True, False])
+def test_norm_layers_that_are_left_out(method: str, norms: bool, tmp_path: Path) -> None:
+    """A file loads whatever patterns the network is read with."""
+    net = network(norms="4")
+    trained(net, "t", method, norms=norms)
+    net.save_task("t", tmp_path / "t.safetensors")
+    for rebuilt in (network(norms="4"), network(), network(norms="1", skip="0.*")):
+        rebuilt.load_task(tmp_path / "t.safetensors")
+        assert same_outputs(net, rebuilt)
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_channels_last_backbones_give_the_same_bits(method: str, tmp_path: Path) -> None:
     net = bitgraft.Network(backbone().to(memory_format=torch.channels_last), example=(2, 3, 8, 8))
     other = bitgraft.Network(backbone().to(memory_format=torch.channels_last), example=(2, 3, 8, 8))

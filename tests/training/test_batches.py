@@ -9,6 +9,7 @@ from torch.utils.data import TensorDataset
 
 from bitgraft import Config, Network, TrainingError, evaluate, fit
 from bitgraft.training.batches import inputs_and_targets, split_rows
+from bitgraft.training.learner import Objective
 
 ONCE = Config(epochs=1, batch=4)
 
@@ -84,6 +85,34 @@ def test_labels_per_pixel_with_ignored_pixels():
         scores = net(images, "t")
     assert found["accuracy"] == pytest.approx(float((scores.argmax(1) == labels)[:, 1:].float().mean()))
     assert found["loss"] == pytest.approx(float(F.cross_entropy(scores, labels)))
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"label_smoothing": 0.1}, {"class_weights": (0.0, 2.0)}, {"batch": 2, "accumulate": 2}]
+)
+def test_an_image_without_a_label_that_counts(settings):
+    """A mean over no pixels would be NaN, and training would end with the advice to lower the rates."""
+    torch.manual_seed(0)
+    images, labels = torch.rand(6, 3, 8, 8), torch.randint(0, 2, (6, 8, 8))
+    labels[2], labels[4] = -100, 0
+    data = TensorDataset(images, labels)
+    config = Config(**{"epochs": 1, "batch": 1, "statistics": "kept", **settings})
+    history = fit(pixels(), "t", data, data, config).history
+    assert 0 < history[0]["train_loss"] < 2
+    assert 0 < history[0]["val_loss"] < 2
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weights", [None, (0.5, 3.0)])
+def test_the_loss_of_pixels_is_their_mean(smoothing, weights):
+    torch.manual_seed(0)
+    net, scores, labels = pixels(), torch.randn(4, 2, 8, 8), torch.randint(0, 2, (4, 8, 8))
+    labels[:, 0] = -100
+    objective = Objective(net.tasks.values(), label_smoothing=smoothing)
+    if weights is not None:
+        objective.set_class_weights("t", weights, None, torch.device("cpu"))
+    expected = F.cross_entropy(scores, labels, weights and torch.tensor(weights), label_smoothing=smoothing)
+    assert float(objective("t", scores, labels, 4)) == pytest.approx(4 * float(expected), rel=1e-6)
 
 
 def test_a_pixels_label_without_an_output_is_refused():

@@ -152,6 +152,27 @@ def test_tasks_without_their_own_norms_have_nothing_to_correct():
     assert not means(net, images())
 
 
+class Shared(nn.Module):
+    """One norm layer after two convolutions, and two norm layers with one bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(3, 3, 1) for _ in range(5))
+        self.shared, self.own, self.tied, self.fc = *(nn.BatchNorm2d(3) for _ in range(3)), nn.Linear(3, 2)
+        self.last = nn.BatchNorm2d(3)
+        self.tied.bias = self.last.bias
+
+    def forward(self, x):
+        for conv, norm in zip(self.convs, (self.shared, self.shared, self.own, self.tied, self.last), strict=True):
+            x = norm(conv(x)).relu()
+        return self.fc(x.mean((2, 3)))
+
+
+def test_a_bias_that_belongs_to_several_layers_corrects_none():
+    net = bitgraft.Network(Shared().eval())
+    assert corrected_weights(net.add_task("t", classes=2)) == ["convs.2.weight"]
+
+
 @pytest.mark.parametrize("statistics", ["kept", "batch"])
 @pytest.mark.parametrize("keep", ["last", "best"])
 def test_a_run_folds_the_correction_and_keeps_its_accuracy(statistics, keep, tmp_path):

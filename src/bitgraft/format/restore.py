@@ -107,7 +107,7 @@ def _check_owned(
     chosen = {name for pattern in options.own for name in base if fnmatchcase(name, pattern)}
     allowed = chosen | (norms.keys() if options.norms else set())
     if method.owns_everything:
-        allowed |= base.keys() - norms.keys()
+        allowed |= base.keys()  # also norm layers that are left out by Network(norms=...)
     for name, tensor in owned.items():
         if name not in base:
             raise WrongBackboneError(f"task {metadata.name!r} replaces {name!r}, which the backbone does not have")

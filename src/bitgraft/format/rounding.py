@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bitgraft.backbone.anatomy import describe
 from bitgraft.errors import TaskError
 from bitgraft.format.archive import pack_task, to_bytes
-from bitgraft.format.compact import NORM_PARTS
+from bitgraft.format.compact import NORM_PARTS, find_grid
 from bitgraft.format.header import HEAD
 from bitgraft.methods import registry
 from bitgraft.task import Task
@@ -104,8 +104,9 @@ def _norm_steps(task: Task) -> Parts:
     held, found = task.stored(), {}
     for layer in task.anatomy.norms:
         norm: Any = task.anatomy.backbone.get_submodule(layer)
+        learned = all(isinstance(task.owned.get(f"{layer}.{name}"), nn.Parameter) for name in NORM_PARTS[:2])
         weight, bias, mean, var = (held.get(f"{layer}.{name}") for name in NORM_PARTS)
-        if weight is None or bias is None:
+        if weight is None or bias is None or not learned or _shares(task, layer):  # frozen batch norms have buffers
             continue
         weight, bias = weight.double(), bias.double()
         if mean is not None and var is not None:
@@ -120,6 +121,12 @@ def _norm_steps(task: Task) -> Parts:
     return found
 
 
+def _shares(task: Task, layer: str) -> bool:
+    """Return whether a norm layer shares a tensor with another layer, which changing it would change as well."""
+    names = (f"{layer}.{part}" for part in NORM_PARTS)
+    return any(task.anatomy.is_tied(name) for name in names if name in task.anatomy.places)
+
+
 def _replaced(task: Task, steps: Parts) -> set[str]:
     """Return the owned tensors of the norm layers that `steps` replaces."""
     layers = {name.rpartition(".")[0] for name in steps}
@@ -127,9 +134,12 @@ def _replaced(task: Task, steps: Parts) -> set[str]:
 
 
 def round_to_grid(row: Tensor) -> Tensor:
-    """Round to a grid of 256 steps. All values are multiples of a power of two, so they are exact in float32."""
+    """Round to a grid of 256 steps. All values are multiples of a power of two, so they are exact in float32.
+
+    A row that is on such a grid stays.
+    """
     low, high = float(row.min()), float(row.max())
-    if not high > low:
+    if not high > low or find_grid(row.cpu().numpy()) is not None:
         return row
     spacing = (high - low) / STEPS
     grain = 2.0 ** max(math.frexp(spacing)[1] - 8, math.frexp(max(-low, high))[1] - 23)
@@ -139,9 +149,11 @@ def round_to_grid(row: Tensor) -> Tensor:
 
 def _fold(task: Task, layer: str) -> None:
     """Fold an owned batch norm's statistics into its scale and shift, which are rounded to half precision."""
-    norm, owned = task.anatomy.backbone.get_submodule(layer), task.owned
+    norm: Any = task.anatomy.backbone.get_submodule(layer)
+    owned = task.owned
     names = [f"{layer}.{name}" for name in NORM_PARTS]
-    if not isinstance(norm, nn.modules.batchnorm._BatchNorm) or not all(name in owned for name in names):
+    whole = isinstance(norm, nn.modules.batchnorm._BatchNorm) and all(name in owned for name in names)
+    if not whole or _shares(task, layer):
         return
     weight, bias, mean, var = (owned[name].double() for name in names)
     scale = weight * ((1 + norm.eps) / (var + norm.eps)).sqrt()

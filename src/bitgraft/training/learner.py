@@ -77,9 +77,13 @@ class Objective:
                 f"{tuple(needed)}, not {tuple(target.shape)}: change them, or pass a loss that takes them"
             )
         weights, smoothing = (None, 0.0) if evaluating else (self.class_weights.get(task), self.label_smoothing)
-        reduction = "sum" if target.dim() == 1 else "mean"  # labels per pixel or word: a mean over the batch's
-        loss = F.cross_entropy(scores, target.long(), weights, label_smoothing=smoothing, reduction=reduction)
-        return loss if reduction == "sum" else loss * images
+        target = target.long()
+        loss = F.cross_entropy(scores, target, weights, label_smoothing=smoothing, reduction="sum")
+        if target.dim() == 1:
+            return loss
+        counted: Tensor = target != IGNORED  # labels per pixel or word: a mean over the batch's
+        total = (counted if weights is None else weights[target.clamp(min=0)] * counted).sum()
+        return loss * images / torch.where(total > 0, total, 1)  # 0 if nothing counts, where a mean would be NaN
 
     def num_correct(self, output: Any, target: Any) -> Tensor:
         """Correct answers in a batch; with labels per pixel, their share times the images; 0 with a custom loss."""
