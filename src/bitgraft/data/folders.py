@@ -1,7 +1,7 @@
 """Image folders with one subfolder per class, split into train/ val/ test/ or not."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bitgraft.data.images import Images, Splits, few
@@ -14,8 +14,8 @@ VALIDATION = ("val", "valid", "validation")
 
 def open_folder(root: Path) -> Splits:
     """Open the splits in a folder. Without split folders, all images are for training."""
-    parts = _parts(root)
-    if _lack_train(parts):
+    parts, lacks_train = _parts(root)
+    if lacks_train:
         found = " and ".join(f"{name}/" for name in parts)
         raise DataError(
             f"{root} has {found} but no train/: put the training images into {root / 'train'}, one subfolder per "
@@ -34,8 +34,8 @@ def folder_without_train(root: Path, part: str) -> Path | None:
 
     Without split folders, all images are test images.
     """
-    parts = _parts(root)
-    if _lack_train(parts):
+    parts, lacks_train = _parts(root)
+    if lacks_train:
         return next((parts[name] for name in (VALIDATION if part == "val" else (part,)) if name in parts), None)
     return root if part == "test" and "train" not in parts else None
 
@@ -71,12 +71,10 @@ def read_known(folder: Path, classes: Sequence[str]) -> Images:
     return Images(tuple(path for path, _ in found), tuple(labels[name] for _, name in found))
 
 
-def _parts(root: Path) -> dict[str, Path]:
-    return {name.lower(): root / name for name in _subfolders(root)}
-
-
-def _lack_train(parts: Mapping[str, Path]) -> bool:
-    return bool(parts) and parts.keys() <= {*VALIDATION, "test"}
+def _parts(root: Path) -> tuple[dict[str, Path], bool]:
+    """Return the subfolders, and whether they are splits without train/."""
+    parts = {name.lower(): root / name for name in _subfolders(root)}
+    return parts, bool(parts) and parts.keys() <= {*VALIDATION, "test"}
 
 
 def _subfolders(folder: Path) -> tuple[str, ...]:

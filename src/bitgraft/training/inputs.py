@@ -61,7 +61,10 @@ def prepared(
         raise TrainingError("to train several tasks, name them, and pass data as a mapping from their names")
     given, config = {}, config or Config()
     for name in tasks:
-        given[name], config, workers = from_loader(train[name], config, workers)
+        given[name] = unwrapped(loader := train[name])
+        if isinstance(loader, DataLoader) and loader.batch_size is not None:  # None for a stream, which is refused
+            config = Config().changed(**{"batch": loader.batch_size, **config.given()})
+            workers = workers or loader.num_workers
     first = next(iter(tasks.values()))
     config = config.over(preset(first.preset, first.metadata.method))
     train_data, val_data = {}, {}
@@ -72,33 +75,21 @@ def prepared(
     return train_data, val_data, config, workers
 
 
-def from_loader(given: Any, config: Config, workers: int) -> tuple[Any, Config, int]:
-    """Unwrap a DataLoader and use its batch size and workers unless others are given; return other data as is."""
-    if not isinstance(given, DataLoader):
-        return given, config, workers
-    own = {} if given.batch_size is None else {"batch": given.batch_size}  # None only for a stream, which is refused
-    return unwrapped(given), Config().changed(**{**own, **config.given()}), workers or given.num_workers
-
-
 def unwrapped(given: Any) -> Any:
     """The data set of a DataLoader, with its `collate_fn` if that is the user's own; other data as is."""
     if not isinstance(given, DataLoader):
         return given
     if isinstance(given.dataset, IterableDataset):
         return given.dataset  # which is refused
-    if given.batch_size is None or not _takes_all(given.sampler):
+    sampler, takes_all = given.sampler, isinstance(given.sampler, SequentialSampler)
+    if isinstance(sampler, RandomSampler):
+        takes_all = not sampler.replacement and len(sampler) == len(sampler.data_source)
+    if given.batch_size is None or not takes_all:
         raise TrainingError(
             "a DataLoader with its own sampler cannot be used, because bitgraft chooses the batches: pass "
             "loader.dataset, or a torch.utils.data.Subset of it, and class_weights='balanced' for rare classes"
         )
     return given.dataset if given.collate_fn is default_collate else LoaderDataset(given)
-
-
-def _takes_all(sampler: Any) -> bool:
-    """Whether a sampler takes each item once, in any order."""
-    return isinstance(sampler, SequentialSampler) or (
-        isinstance(sampler, RandomSampler) and not sampler.replacement and len(sampler) == len(sampler.data_source)
-    )
 
 
 def to_train(task: Task, given: Any, val: Any, config: Config) -> tuple[Any, Any]:

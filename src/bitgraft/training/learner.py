@@ -41,7 +41,12 @@ class Objective:
         self.loss, self.label_smoothing = loss, label_smoothing
         self.class_weights: dict[str, Tensor] = {}
         for task in self.tasks.values() if loss == "model" else ():
-            _check_takes_targets(task.anatomy.backbone)
+            backbone = task.anatomy.backbone
+            if len(taken := inspect.signature(backbone.forward).parameters) < 2:
+                raise TrainingError(
+                    f"loss='model' needs a network that also takes the targets, but {type(backbone).__name__} takes "
+                    f"only {', '.join(taken)}: pass a function of its output and the targets as the loss"
+                )
 
     def set_class_weights(
         self, task: str, weights: Literal["balanced"] | tuple[float, ...] | None, data: Any, device: torch.device
@@ -142,7 +147,6 @@ class Learner(nn.Module):
             return self.objective.run(self.net.ready(task), task, inputs, targets)
 
     def roles(self) -> list[tuple[str, nn.Parameter]]:
-        """All trained parameters with their roles."""
         return [pair for part in self.parts.values() for pair in part.roles()]
 
     def values(self) -> Values:
@@ -201,14 +205,6 @@ class Learner(nn.Module):
         unused = any(parameter.grad is None for _, parameter in self.roles())
         self.zero_grad()
         return unused
-
-
-def _check_takes_targets(backbone: nn.Module) -> None:
-    if len(taken := inspect.signature(backbone.forward).parameters) < 2:
-        raise TrainingError(
-            f"loss='model' needs a network that also takes the targets, but {type(backbone).__name__} takes only "
-            f"{', '.join(taken)}: pass a function of its output and the targets as the loss"
-        )
 
 
 def model_loss(output: Any) -> Tensor:
