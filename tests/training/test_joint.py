@@ -131,7 +131,7 @@ LOAD = textwrap.dedent(
     import test_joint as t
     from bitgraft.backbone import weight_files
     module = t.backbone()
-    weight_files.fit(weight_files.read_weights({folder!r} + "/backbone.safetensors"), module, "file")
+    module.load_state_dict(weight_files.read_weights({folder!r} + "/backbone.safetensors"))
     net = t.Network(module)
     for name in t.NAMES:
         net.load_task({folder!r} + "/" + name + ".safetensors")

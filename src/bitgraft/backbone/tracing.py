@@ -148,7 +148,8 @@ def _with_own_parameters(module: nn.Module) -> nn.Module:
     for layer in module.modules():
         for name, held in layer._parameters.items():
             if held is not None:
-                layer._parameters[name] = own.setdefault(id(held), nn.Parameter(held.detach(), held.requires_grad))
+                learns = held.requires_grad and not held.is_inference()  # which cannot be set outside that mode
+                layer._parameters[name] = own.setdefault(id(held), nn.Parameter(held.detach(), learns))
         if isinstance(layer, nn.RNNBase):  # a second list of the weights
             layer._flat_weights = [layer._parameters.get(name) for name in layer._flat_weights_names]
     return module

@@ -121,8 +121,7 @@ def method_options(
 ) -> dict[str, Any]:
     """Return the preset's options, updated by a file's and then by NAME=VALUE pairs, checked by the method."""
     try:
-        known = preset if preset in registry.PRESETS else None
-        options = registry.preset_options(known, method) | dict(from_file or {})
+        options = registry.preset_options(preset, method) | dict(from_file or {})
         for text in given or ():
             name, equals, value = text.partition("=")
             if not equals:
