@@ -90,6 +90,27 @@ def test_families_of_networks(family, options, tmp_path):
     assert moved, "the graph is not in onnxruntime's layout"
 
 
+class Twice(nn.Module):
+    """Its norm layer runs twice, so it is folded into no convolution; onnxruntime computes a scale from its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm, self.fc = nn.BatchNorm2d(8), nn.Linear(8, 6)
+
+    def forward(self, x):
+        return self.fc(self.norm(self.second(self.norm(self.first(x)).relu())).relu().mean((2, 3)))
+
+
+def test_a_norm_layer_that_runs_twice(tmp_path):
+    torch.manual_seed(0)
+    net = taught(taught(Network(settled(Twice()).eval()), "t"), "u", classes=5)
+    for name in ("t", "u"):
+        torch.testing.assert_close(
+            session(net, name, tmp_path)(batch(2)), run(net, batch(2), task=name), rtol=1e-4, atol=1e-5
+        )
+
+
 @pytest.mark.parametrize("problem", [None, OSError("no folder to write to")])
 def test_a_graph_without_a_common_layout_runs_as_exported(problem, tmp_path, monkeypatch):
     def arrange(model, shapes):

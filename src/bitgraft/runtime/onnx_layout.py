@@ -51,6 +51,8 @@ def arrange(model: Any, shapes: Mapping[str, torch.Size]) -> tuple[Any, list[Pla
         if layout is None:
             return None
         places.append(Place(constant.name, weight, layout))
+    if {place.weight for place in places} != shapes.keys():
+        return None  # some are only in constants that were computed from them
     return _with_inputs(optimised, [place.input for place in places]), places
 
 
