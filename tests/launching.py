@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--num_machines=1")
+ACCELERATE = (sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2")
 PATIENCE = 240.0  # seconds, for a machine that has much else to do; then it counts as a hang
 
 

@@ -55,7 +55,21 @@ def main() -> None:
         code = FAILURE
     except (BitgraftError, OSError) as error:
         code = _complain(str(error), USAGE if isinstance(error, UnknownBackboneError) else FAILURE)
+    _end_process_group(code or 0)
     sys.exit(code)
+
+
+def _end_process_group(code: int) -> None:
+    """End one of several processes here: threads of gloo live on even when the group is destroyed, and can abort the
+    interpreter as it ends ("terminate called without an active exception", pytorch pull request 179291)."""
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)  # not imported by every command
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    if code == 0:  # after an error, others may never come to this
+        distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _usage(error: Any) -> str:

@@ -73,7 +73,6 @@ def run(
             raise TrainingError("another process ended, and this one cannot continue without it") from error
     if main:
         _report(console, Store(folder), run_folder, results if isinstance(results, list) else [results], as_json)
-    accelerator.end_training()
 
 
 def _plan(folder: str, backbone: Backbone | None, requests: list[Request], console: Console) -> tuple[Path, str, Any]:
