@@ -403,6 +403,29 @@ def test_an_owned_weight_is_not_transformed():
     assert task.transforms.keys() == WEIGHTS.keys() - {"10.weight"}
 
 
+class Filtering(nn.Module):
+    """A network with a filter in the frequency domain."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(8, 4)
+        self.filter = nn.Parameter(torch.ones(8, 1, 1, dtype=torch.complex64))
+
+    def forward(self, x):
+        x = torch.fft.ifft2(torch.fft.fft2(self.norm(self.conv(x))) * self.filter).real
+        return self.fc(x.relu().mean((2, 3)))
+
+
+def test_a_complex_tensor_is_left_to_the_backbone_or_refused_before_training(tmp_path):
+    net = bitgraft.Network(Filtering().eval(), example=(1, 3, 8, 8))
+    net.add_task("t", classes=3)
+    net.save_task("t", tmp_path / "t.safetensors")
+    for given in ({"method": "finetune"}, {"own": "filter"}):
+        with pytest.raises(TaskError, match=r"^task 'u' would own 'filter', which is torch.complex64 and fits in no"):
+            net.add_task("u", classes=3, **given)
+    assert "u" not in net.tasks
+
+
 def test_finetuning_without_norms():
     net = network()
     task = net.add_task("t", classes=3, method="finetune", norms=False)

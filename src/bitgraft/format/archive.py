@@ -196,6 +196,16 @@ def stored_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float32 if narrow else tensor.dtype
 
 
+def refuse_unstorable(task: str, owned: Mapping[str, Tensor]) -> None:
+    """Raise if a new task would own a tensor of a dtype that a task file cannot hold."""
+    for name, tensor in owned.items():
+        if stored_dtype(tensor) not in container.DTYPES:
+            raise TaskError(
+                f"task {task!r} would own {name!r}, which is {tensor.dtype} and fits in no task file: choose a method "
+                "that leaves it to the backbone, such as full"
+            )
+
+
 def _to_stored(key: str, tensor: Tensor) -> Tensor:
     dtype = stored_dtype(tensor) if isinstance(tensor, Tensor) and not tensor.is_meta else None
     if dtype not in container.DTYPES:

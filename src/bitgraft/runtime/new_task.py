@@ -40,6 +40,7 @@ def new_task(
     earlier = dependencies.choose(recipe, tasks, borrow)
     transforms = registry.transforms(recipe, anatomy, chosen, rng, [task.transforms for task in earlier])
     owned = registry.owned(recipe, anatomy, chosen)
+    archive.refuse_unstorable(name, owned)
     _refuse_shared(head, anatomy, tasks)
     kind, names, tensors, module = heads.plan_head(anatomy, classes, head, rng)
     stated = heads.stated_preprocessing(anatomy.backbone) if preprocessing is None else preprocessing
