@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,12 +21,13 @@ from bitgraft.errors import StoppedError, TrainingError
 from bitgraft.methods import registry
 from bitgraft.network import Network
 from bitgraft.training.callbacks import Callback
+from bitgraft.training.config import Config
 from bitgraft.training.evaluation import evaluate
 from bitgraft.training.init import reset_statistics
 from bitgraft.training.learner import Objective
 from bitgraft.training.loader import Loader
 from bitgraft.training.loop import fit
-from bitgraft.training.presets import QUICK
+from bitgraft.training.presets import QUICK, preset
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -123,6 +125,44 @@ def test_a_run_that_is_worse_than_its_start_goes_back_with_lower_rates_and_resum
     stayed = fit(network("norms"), "stripes", *data[:2], config.changed(retreat=False))
     assert stayed.history[:3] == result.history[:3]
     assert not any("retreat" in record for record in stayed.history)
+
+
+class Killed(Callback):
+    """Ends a run like a kill after this many steps: nothing is saved, so the work since the last checkpoint is lost."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    def step(self, epoch: int, step: int, images: int) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("method", "too_high"), [("full", 3.0), ("finetune", 0.5)])
+def test_a_killed_run_of_the_default_preset_resumes_to_the_same_bytes(tmp_path, method, too_high):
+    """It retreats after epoch 15 and runs out of patience after epoch 28 of 30; epochs have 3 steps."""
+    settings = preset("default", method)
+    assert settings.retreat
+    assert settings.patience == 0.25
+    assert settings.relative_rates
+    config = Config(epochs=30, batch=16, rates={"norms": too_high, "head": too_high}, anneal_masks=0.6)
+    files, histories = [], []
+    for run, kills in enumerate([(), (7, 40, 35), (44, 8, 34), (46, 35, 3)]):
+        for steps in (*kills, 0):
+            net = Network(backbone())
+            net.add_task("stripes", classes=3, method=method)
+            torch.manual_seed(99 + steps)  # a new process may start with any seed
+            how = {"folder": tmp_path / str(run), "resume": (tmp_path / str(run) / "state.pt").exists()}
+            how |= {"callbacks": [Killed(steps)], "checkpoint_every": 0.0 if run == 1 else 60.0}
+            with pytest.raises(KeyboardInterrupt) if steps else nullcontext():
+                result = fit(net, "stripes", stripes(48, 1), stripes(60, 2), config, **how)
+        files.append(saved_bytes(net, tmp_path / "a.safetensors"))
+        histories.append(result.history)
+    assert [record["epoch"] for record in histories[0] if "retreat" in record] == [15]
+    assert len(histories[0]) == 28
+    assert histories == [histories[0]] * 4
+    assert files == [files[0]] * 4
 
 
 def test_after_a_retreat_training_goes_on_from_the_best_state(monkeypatch):
