@@ -35,7 +35,7 @@ from bitgraft.store import Backbone, Store
 from bitgraft.training.presets import QUICK
 from bitgraft.transforms.bits import pack, packed_size
 from bitgraft.transforms.masked import Masked
-from bitgraft.transforms.shared_masks import Borrowing, LearnedTerms, borrowed_terms
+from bitgraft.transforms.shared_masks import Borrowing, borrowed_terms
 from bitgraft.workflows.train_task import Request, open_store, train
 
 IMAGES = batch(6)
@@ -76,7 +76,7 @@ def test_gradients_of_borrowed_terms_match_autograd(large, tasks, seed):
         weight = weight.to(memory_format=torch.channels_last)
     mine, plain = k.clone().requires_grad_(), k.double().requires_grad_()
     cost = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed + 1))
-    (LearnedTerms.apply(mine, weight, *map(pack, masks)) * cost).sum().backward()
+    (borrowed_terms(weight, list(map(pack, masks)), mine) * cost).sum().backward()
     wide = weight.double()
     whole = sum(k2 * mask + k3 * wide * mask for mask, (k2, k3) in zip(masks, plain, strict=True))
     (whole * cost).sum().backward()

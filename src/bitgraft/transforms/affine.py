@@ -54,13 +54,13 @@ class Operands:
 
 
 def compute(batch: Sequence[Operands]) -> list[Tensor]:
-    """Return W~ of each weight, differentiable in R and k where the mask is given as R."""
+    """Return W~ of each weight, differentiable in k and, where the mask is given as R, in R."""
     suited = [i for i, one in enumerate(batch) if _suits_loops(one)]
     loops = kernels.loops() if any(batch[i].weight.numel() >= MIN_COMPILED for i in suited) else None
     compiled = {} if loops is None else dict(zip(suited, loops.affine([batch[i] for i in suited]), strict=True))
     results = [compiled[i] if i in compiled else compute_in_torch(one) for i, one in enumerate(batch)]
     return [
-        result if one.is_packed else StraightThrough.apply(one.mask, one.k, one, [result])
+        StraightThrough.apply(one.mask, one.k, one, [result]) if one.k.requires_grad or not one.is_packed else result
         for one, result in zip(batch, results, strict=True)
     ]
 
@@ -68,18 +68,23 @@ def compute(batch: Sequence[Operands]) -> list[Tensor]:
 @torch.no_grad()
 def compute_in_torch(one: Operands) -> Tensor:
     """Return W~ of one weight without compiled loops or gradients."""
-    if one.is_packed:
-        return affine(one.weight, strided_like(one.weight, unpack(one.mask, one.weight.shape)), one.k)
-    result = affine(one.weight, threshold(one.mask, one.threshold), one.k)
+    result = affine(one.weight, _mask_of(one), one.k)
     if not one.channels_last:
         return result
     return strided_like(torch.empty_like(result, memory_format=torch.channels_last), result)  # every stride matches
 
 
+def _mask_of(one: Operands) -> Tensor:
+    """Return M as a bool tensor, strided like the weight."""
+    if one.is_packed:
+        return strided_like(one.weight, unpack(one.mask, one.weight.shape))
+    return threshold(one.mask, one.threshold)
+
+
 class StraightThrough(torch.autograd.Function):
     """Return a W~ that is already computed, and in the backward pass its gradient to k and, by the surrogate, to R.
 
-    It saves references to R, W and k: no copy, no mask.
+    It saves references to R or the packed bits, W and k: no copy, no mask.
     """
 
     @staticmethod
@@ -96,11 +101,15 @@ class StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         scores, k, weight = ctx.saved_tensors
         one: Operands = ctx.one
+        if one.is_packed:
+            return None, _gradient_to_k(widened(grad), one), None, None
         suited = weight.numel() >= MIN_COMPILED and grad.dtype == torch.float32 and _suits_loops(one)
         if suited and (loops := kernels.loops()) is not None:
             to_mask, to_k = loops.gradients(grad if _is_transposed(weight, grad) else strided_like(weight, grad), one)
         else:
-            to_mask, to_k = _gradients(widened(grad), one)
+            wide = widened(grad)
+            to_mask = (widened(weight) * k[3]).add_(k[2]).mul_(wide)
+            to_k = _gradient_to_k(wide, one)
         to_scores = surrogate_grad(to_mask, scores, one.threshold, one.surrogate).to(scores.dtype)
         if one.k2_scaled_by_r:  # as if R itself were added to W; else Adam's moments lag behind a growing k2
             to_scores.div_(k[2])
@@ -110,13 +119,11 @@ class StraightThrough(torch.autograd.Function):
         return to_scores, to_k, None, None
 
 
-def _gradients(grad: Tensor, one: Operands) -> tuple[Tensor, Tensor]:
-    """Return dE/dM = dE/dW~ ∘ (k2 + k3 W), and dE/dk: the sums of dE/dW~ times W, 1, M and W∘M."""
-    weight, k = widened(one.weight), one.k.detach().to(grad.dtype)
-    to_mask = (weight * k[3]).add_(k[2]).mul_(grad)
-    masked = threshold(one.mask, one.threshold) * grad
+def _gradient_to_k(grad: Tensor, one: Operands) -> Tensor:
+    """Return dE/dk: the sums of dE/dW~ times W, 1, M and W∘M."""
+    weight, masked = widened(one.weight), _mask_of(one) * grad
     terms = grad * weight, grad, masked, masked * weight
-    return to_mask, torch.stack([term.sum_to_size(k.shape[1:]) for term in terms]).to(one.k.dtype)
+    return torch.stack([term.sum_to_size(one.k.shape[1:]) for term in terms]).to(one.k.dtype)
 
 
 def _suits_loops(one: Operands) -> bool:

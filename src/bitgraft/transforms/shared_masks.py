@@ -1,15 +1,13 @@
 """Reuse of earlier tasks' masks in a new task, at the cost of two numbers per mask and layer."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bitgraft.transforms.affine import Operands, compute
-from bitgraft.transforms.base import Weight, strided_like, widened
-from bitgraft.transforms.bits import unpack
+from bitgraft.transforms.base import Weight, widened
 from bitgraft.transforms.masked import Masked, MaskRule
 
 PART = "borrowed"  # the file's name for the k of borrowed masks
@@ -24,25 +22,6 @@ def borrowed_terms(weight: Tensor, masks: Sequence[Tensor], k: Tensor) -> Tensor
     for packed, row in zip(masks, k, strict=True):
         total += compute([Operands(weight, packed, F.pad(row, (2, 0)))])[0]
     return total
-
-
-class LearnedTerms(torch.autograd.Function):
-    """`borrowed_terms` with its gradient to k. Saves references to W and the packed masks, no copies."""
-
-    @staticmethod
-    def forward(ctx: Any, k: Tensor, weight: Tensor, *masks: Tensor) -> Tensor:
-        ctx.save_for_backward(weight, *masks)
-        return borrowed_terms(weight, masks, k)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, *masks = ctx.saved_tensors
-        rows = []
-        for packed in masks:
-            masked = strided_like(weight, unpack(packed, weight.shape)) * grad
-            rows.append(torch.stack([masked.sum(), (masked * weight).sum()]))
-        return torch.stack(rows).float(), None, *(None for _ in masks)
 
 
 class Borrowing(Masked):
@@ -62,7 +41,7 @@ class Borrowing(Masked):
     def forward(self, weight: Tensor) -> Tensor:
         wide = widened(weight)
         masks = [mask.packed.to(weight.device) for mask in self._earlier if mask.packed is not None]
-        result: Tensor = super().forward(wide) + LearnedTerms.apply(self.borrowed, wide, *masks)
+        result: Tensor = super().forward(wide) + borrowed_terms(wide, masks, self.borrowed)
         return result.to(weight.dtype)
 
     def role(self, parameter: str) -> str:
