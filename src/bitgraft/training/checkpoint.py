@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from bitgraft.backbone.files import write_atomically
 from bitgraft.errors import TrainingError
 from bitgraft.training.config import Config
 from bitgraft.training.learner import Learner, Values
-from bitgraft.training.processes import gathered, random_state, set_random_state
+from bitgraft.training.processes import random_state, set_random_state
 
 # a patience below 1 is a share of the run: the last epochs, at low rates, are often the best
 MIN_PATIENCE = 10  # epochs
@@ -91,7 +92,7 @@ def save(path: Path, settings: Mapping[str, Any], state: State, learner: Learner
         "settings": dict(settings),
         "at": vars(state.at),
         "result": vars(state.result),
-        "processes": gathered(own, accelerator),
+        "processes": gather_object([own]),
         "optimizers": state.optimizers,
         "learned": {name: part.state_dict() for name, part in learner.parts.items()},
         "scaler": accelerator.scaler.state_dict() if accelerator.scaler is not None else None,

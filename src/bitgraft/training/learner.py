@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
@@ -19,7 +19,7 @@ from bitgraft.training import cpu
 from bitgraft.training.batches import batch_size, call_model, take_rows, to_device
 from bitgraft.training.joint import SHARED, Shared, shared_weights
 from bitgraft.training.loader import InterleavedLoader, StepBatch
-from bitgraft.training.processes import gathered, random_state_kept
+from bitgraft.training.processes import random_state_kept
 from bitgraft.transforms.bits import is_finite
 
 Loss = Callable[[Any, Any], Tensor] | Literal["model"]
@@ -57,9 +57,7 @@ class Objective:
             if labels is None or classes is None:
                 raise TrainingError("class_weights='balanced' needs a data set with a list `labels`: give the weights")
             counts = torch.bincount(torch.as_tensor(labels), minlength=classes).clamp(min=1)
-            balanced = len(labels) / (
-                classes * counts.float()
-            )  # inverse class frequencies, with mean 1 over the images
+            balanced = len(labels) / (classes * counts.float())  # with a mean of 1 over the images
             self.class_weights[task] = balanced.to(device)
         elif weights is not None:
             if len(weights) != classes:
@@ -164,7 +162,7 @@ class Learner(nn.Module):
         """Whether all values are finite, in all processes."""
         held = [tensor for part in self.parts.values() for tensor in part.state_dict().values()]
         floats = [tensor for tensor in held if isinstance(tensor, Tensor) and tensor.is_floating_point()]
-        return all(gathered(bool(torch.stack([is_finite(tensor) for tensor in floats]).all()), self.accelerator))
+        return all(gather_object([bool(torch.stack([is_finite(tensor) for tensor in floats]).all())]))
 
     def release(self) -> None:
         """Undo what training set on the tasks, and freeze the backbone again."""
@@ -184,7 +182,7 @@ class Learner(nn.Module):
         find_unused = len(self.tasks) > 1
         if not find_unused:
             unused = self.dry_run(next(train_loader.from_step(0, 0)), images=2)
-            find_unused = any(gathered(unused, accelerator))
+            find_unused = any(gather_object([unused]))
         accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=find_unused)
         try:
             return accelerator.prepare(self)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Sampler, default_convert
@@ -20,7 +21,6 @@ from bitgraft.errors import TrainingError
 from bitgraft.task import Task
 from bitgraft.training.batches import inputs_and_targets
 from bitgraft.training.config import Config
-from bitgraft.training.processes import gathered
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Loader:
         self._seek(epoch, steps.start)
         indices = (index for _, shard in zip(steps, self.batches, strict=False) for index in shard)
         own = next((index for index in indices if not _is_finite(self.data[index])), None)
-        found = [index for index in gathered(own, self.accelerator) if index is not None]
+        found = [index for index in gather_object([own]) if index is not None]
         return f"image {min(found)} of {self.name} has NaN or infinite values: fix or remove it" if found else None
 
     def _seek(self, epoch: int, step: int) -> None:

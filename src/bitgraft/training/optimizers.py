@@ -26,32 +26,30 @@ def build(
 
     `sizes` are those of the weights that parameters change (`weight_sizes`), for relative rates.
     """
-    kinds: dict[str, dict[tuple[str, float], dict[int, nn.Parameter]]] = {}
-    for role, parameter in learned:
+    kinds: dict[str, dict[tuple[str, float], list[nn.Parameter]]] = {}
+    for parameter, role in {parameter: role for role, parameter in learned}.items():  # a tied one only once
         kind = config.optimizers[role]
         relative = config.relative_rates and kind == "adam" and role in CHANGES
         size = sizes.get(parameter, 1.0) if relative else 1.0
-        kinds.setdefault(kind, {}).setdefault((role, size), {})[id(parameter)] = parameter
+        kinds.setdefault(kind, {}).setdefault((role, size), []).append(parameter)
     built: list[torch.optim.Optimizer] = []
     for kind, found in kinds.items():
         groups = [
             {
-                "params": list(parameters.values()),
+                "params": parameters,
                 "centralized": config.gradient_centralization and role in ("scores", "weights"),
                 "clip_to_ema_norm": config.clip_to_ema_norm and kind == "adam",
-                "lr": phase.rate if phase.rate is not None else config.rates[role] * size,
+                "base": phase.rate if phase.rate is not None else config.rates[role] * size,
                 "weight_decay": config.weight_decay.get(role, 0.0),
             }
             for (role, size), parameters in found.items()
         ]
-        fused = all(p.device.type in ("cpu", "cuda") for parameters in found.values() for p in parameters.values())
+        fused = all(p.device.type in ("cpu", "cuda") for parameters in found.values() for p in parameters)
         if kind == "adam":
             built.append(torch.optim.AdamW(groups, eps=config.eps, fused=fused))  # one pass over memory, not ten
         else:
             built.append(torch.optim.SGD(groups, momentum=config.momentum, fused=fused))
-    for optimizer in built:
-        for group in optimizer.param_groups:
-            group["base"] = group["lr"]
+    set_rates(built, 1.0)
     return built
 
 

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import broadcast, broadcast_object_list, gather_object
+from accelerate.utils import broadcast, broadcast_object_list
 from torch import Tensor, nn
 
 from bitgraft.errors import TrainingError
@@ -21,11 +21,6 @@ def check_supported(accelerator: Accelerator) -> None:
             f"training under {accelerator.distributed_type.value} is not supported: use one process or plain data "
             "parallelism (torchrun, or `accelerate launch --multi_gpu`); the frozen backbone takes no optimiser memory"
         )
-
-
-def gathered(item: T, accelerator: Accelerator) -> list[T]:
-    """Every process's item, in every process."""
-    return list(gather_object([item])) if accelerator.num_processes > 1 else [item]
 
 
 def gathered_in_main(item: T, accelerator: Accelerator) -> list[T] | None:

@@ -188,9 +188,8 @@ class Masked(ScoredTransform):
         return {"mask": (packed_size(self.weight.shape.numel()),), "k": k}
 
     def _hold(self, parts: Mapping[str, Tensor]) -> None:
-        if self.scores is not None:
-            self.scores = self.k = self.k1 = None
-            self.k2_scaled_by_r = False
+        self.scores = self.k = self.k1 = None
+        self.k2_scaled_by_r = False
         self.packed, self.constants = parts["mask"], parts["k"]
 
     def get_extra_state(self) -> Tensor:
