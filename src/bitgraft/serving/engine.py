@@ -197,14 +197,11 @@ class Engine(Service):
 
     def _scores(self, entry: Entry, images: list[Tensor]) -> tuple[Tensor, str]:
         """Return the scores (N, classes) and the name of the engine that computed them."""
-        session = self.sessions.get(entry, len(images))
-        if session is not None:
-            return session(torch.stack(images)), "onnxruntime"
         net = self.library.net
-        self.metrics.switches.inc(entry.task_id not in net.resident)
+        self.metrics.switches.inc(entry not in self.sessions.held and entry.task_id not in net.resident)
         if self.settings.exact:
             return torch.cat([torch_scores(net, entry.task_id, image[None]) for image in images]), "torch"
-        return self.sessions.run_without_session(entry, torch.stack(images))
+        return self.sessions.run(entry, torch.stack(images))
 
     async def tasks(self) -> dict[str, Any]:
         """Return the store as JSON."""
