@@ -18,7 +18,18 @@ from bitgraft.errors import UnknownTaskError, UnsafeNameError
 from bitgraft.serving.access import Access
 from bitgraft.serving.admin import add_admin
 from bitgraft.serving.engine import Service
-from bitgraft.serving.examples import FOUND, METRICS, PREDICTION, PREDICTIONS, TASK, TASKS, example
+from bitgraft.serving.examples import (
+    FOUND,
+    METRICS,
+    PREDICTION,
+    PREDICTIONS,
+    TASK,
+    TASKS,
+    FoundPredictions,
+    Prediction,
+    Predictions,
+    example,
+)
 from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.inference_protocol import add_inference_protocol
 from bitgraft.serving.uploads import Uploads
@@ -54,7 +65,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 def _add_predictions(app: FastAPI, service: Service, uploads: Uploads) -> None:
-    @app.post("/v1/predict/auto", openapi_extra=BODY, responses=example(FOUND))
+    @app.post("/v1/predict/auto", response_model=FoundPredictions, openapi_extra=BODY, responses=example(FOUND))
     async def find(request: Request, top: Top = 5) -> dict[str, Any]:
         """Identify each image's task from the tasks' descriptions and run it. Unknown images have a null task."""
         start = time.perf_counter()
@@ -62,13 +73,13 @@ def _add_predictions(app: FastAPI, service: Service, uploads: Uploads) -> None:
             found = await service.identify(images, top)
         return {"milliseconds": _milliseconds_since(start), "images": found}
 
-    @app.post("/v1/predict/{task:path}", openapi_extra=BODY, responses=example(PREDICTION))
+    @app.post("/v1/predict/{task:path}", response_model=Prediction, openapi_extra=BODY, responses=example(PREDICTION))
     async def predict(request: Request, task: str, top: Top = 5) -> dict[str, Any]:
         """Run one task on one or more images. `milliseconds` is the time of their batches in the network."""
         async with uploads.read(request, uploads.images) as (images, _):
             return (await service.predict([task], images, top))[0]
 
-    @app.post("/v1/predict", openapi_extra=BODY, responses=example(PREDICTIONS))
+    @app.post("/v1/predict", response_model=Predictions, openapi_extra=BODY, responses=example(PREDICTIONS))
     async def predict_several(request: Request, task: Tasks = [], top: Top = 5) -> dict[str, Any]:  # noqa: B006
         """Run several tasks on the same images."""
         start = time.perf_counter()
