@@ -8,7 +8,7 @@ from services import new_store, picture
 
 from bitgraft.network import Network
 from bitgraft.runtime.identify.fitting import calibrated, fit_description
-from bitgraft.serving import examples
+from bitgraft.serving import schemas
 from bitgraft.serving.app import make_app
 from bitgraft.serving.engine import Engine, Service
 from bitgraft.serving.http_error import HttpError
@@ -79,7 +79,7 @@ def test_predictions_have_a_response_schema_that_their_example_fits(library, pat
     content = api["paths"][path]["post"]["responses"]["200"]["content"]["application/json"]
     assert content["schema"] == {"$ref": f"#/components/schemas/{name}"}
     assert set(api["components"]["schemas"][name]["required"]) == fields
-    TypeAdapter(getattr(examples, name)).validate_python(content["example"])
+    TypeAdapter(getattr(schemas, name)).validate_python(content["example"])
     assert api["components"]["schemas"]["Answer"]["required"] == ["class", "probability"]
     assert {"type": "null"} in api["components"]["schemas"]["Found"]["properties"]["task"]["anyOf"]
 

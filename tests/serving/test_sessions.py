@@ -20,7 +20,7 @@ from bitgraft.serving.library import Library
 from bitgraft.serving.sessions import BUSY, Sessions
 from bitgraft.serving.settings import Settings
 from bitgraft.serving.supervisor import open_library, prepare_graphs
-from bitgraft.workflows.prediction import task_session, torch_scores
+from bitgraft.workflows.prediction import best, task_session, torch_scores
 
 SIZE = 100  # bytes of a fake session
 NAMES = ("birds", "cars", "dogs")
@@ -278,8 +278,8 @@ def started(library, **options) -> Engine:
 
 
 def ask(engine: Engine, name: str, images: int = 1, seed: int = 0) -> list:
-    (said,) = asyncio.run(engine.predict([name], [picture(seed)] * images, 5))
-    return said["answers"][0]
+    (inferred,) = asyncio.run(engine.infer([name], [picture(seed)] * images))
+    return best(inferred.probabilities[0], inferred.classes, 5)
 
 
 def test_a_task_whose_session_cannot_be_made_keeps_answering(library):

@@ -1,49 +1,8 @@
-"""Schemas of predictions, and example responses, for /docs and /openapi.json."""
+"""Example responses for /docs and /openapi.json."""
 
 from typing import Any
 
-from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
-
-Answer = TypedDict("Answer", {"class": str, "probability": float})
-
-
-class Prediction(TypedDict):
-    """One task's answers: a list per image, the likeliest class first. `milliseconds` is the time in the network."""
-
-    task: str
-    version: str
-    milliseconds: float
-    answers: list[list[Answer]]
-
-
-class Predictions(TypedDict):
-    """The answers of several tasks to the same images."""
-
-    milliseconds: float
-    tasks: list[Prediction]
-
-
-class Guess(TypedDict):
-    """A task and the probability that the image belongs to it."""
-
-    task: str
-    score: float
-
-
-class Found(TypedDict):
-    """An image's task (null if unknown), the likeliest tasks, and the answers of the first."""
-
-    task: str | None
-    route: list[Guess]
-    answers: list[Answer]
-
-
-class FoundPredictions(TypedDict):
-    """The identified task and its answers, per image."""
-
-    milliseconds: float
-    images: list[Found]
-
+from bitgraft.serving.schemas import Answer, FoundPredictions, Prediction, Predictions
 
 _BEST: list[Answer] = [{"class": "rose", "probability": 0.93}, {"class": "tulip", "probability": 0.05}]
 PREDICTION: Prediction = {"task": "flowers", "version": "9c4b1f6a02d7e385", "milliseconds": 11.4, "answers": [_BEST]}
