@@ -173,6 +173,12 @@ def test_images_find_their_tasks_and_strange_ones_none() -> None:
     assert net.identify(stripes).tasks == [None] * 4
 
 
+def test_every_described_task_needs_a_batch() -> None:
+    net = network("bright", "dark")
+    with pytest.raises(TaskError, match="there is no batch for dark: pass one per task with a description"):
+        net.identify({"bright": images(3, 2)})
+
+
 def test_auto_gives_the_union_of_classes() -> None:
     net, seen = network("bright", "dark"), images(3, 6)
     assert net.classes() == [("bright", "a"), ("bright", "b"), ("bright", "c"), ("dark", "0"), ("dark", "1")]

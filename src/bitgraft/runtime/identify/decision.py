@@ -57,6 +57,8 @@ class Identifier:
         output.
         """
         descriptions = described(tasks)
+        if missing := descriptions.keys() - images.keys():
+            raise TaskError(f"there is no batch for {', '.join(sorted(missing))}: pass one per task with a description")
         names, route = tuple(descriptions), self._route(descriptions, images)
         best, outputs = route.topk(min(RUNS, len(names))).indices, {}
         scores, margins = route - torch.inf, route - torch.inf  # (N, tasks)
