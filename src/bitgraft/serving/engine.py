@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -116,8 +116,7 @@ class Engine(Service):
                 images = {entry: list(inputs) for entry in entries}
             else:
                 images = await self._decode(entries, inputs)
-            scored = await self._score(images)
-        return [_inferred(entry, scored[entry]) for entry in entries]
+            return await self._score(images)
 
     async def change(self, action: str, name: str, *args: Any) -> dict[str, Any]:
         return await asyncio.to_thread(self.library.change, action, name, *args)
@@ -154,19 +153,21 @@ class Engine(Service):
         finally:
             self._decoding -= images
 
-    async def _score(self, inputs: Mapping[Entry, Sequence[Tensor]]) -> dict[Entry, list[Scored]]:
+    async def _score(self, inputs: Mapping[Entry, Sequence[Tensor]]) -> list[Inferred]:
         """Send each task's images through its queue and the network."""
-        start = time.perf_counter()
-        futures = self.scheduler.submit(inputs)
-        scored = {entry: [await asyncio.wrap_future(one) for one in futures[entry]] for entry in inputs}
-        for entry, images in scored.items():
-            for one in images:
-                self.metrics.queue_seconds.labels(entry.name).observe(one.start - start)
-            for one in _batches(images):
-                attributes = {"bitgraft.task": entry.name, "bitgraft.version": entry.info["version"]}
-                self.tracing.step("queue", start, one.start, **attributes)
-                self.tracing.step("compute", one.start, one.end, **attributes)
-        return scored
+        accepted, inferred = time.perf_counter(), list[Inferred]()
+        for entry, futures in self.scheduler.submit(inputs).items():
+            scored: list[Scored] = [await asyncio.wrap_future(one) for one in futures]
+            for one in scored:
+                self.metrics.queue_seconds.labels(entry.name).observe(one.start - accepted)
+            version, batches = entry.info["version"], {(one.start, one.end) for one in scored}
+            for start, end in sorted(batches):
+                attributes = {"bitgraft.task": entry.name, "bitgraft.version": version}
+                self.tracing.step("queue", accepted, start, **attributes)
+                self.tracing.step("compute", start, end, **attributes)
+            rows, seconds = torch.stack([one.probabilities for one in scored]), sum(b - a for a, b in batches)
+            inferred.append(Inferred(entry.name, version, seconds, rows, entry.classes))
+        return inferred
 
     def _run(self, entry: Entry, images: list[Tensor]) -> list[Scored]:
         """Run one batch, in one of the scheduler's threads."""
@@ -242,14 +243,3 @@ class Engine(Service):
             self.library.scan()
             self.sessions.keep_pinned()
             self.update_gauges()
-
-
-def _batches(scored: Iterable[Scored]) -> Iterable[Scored]:
-    """One image of each batch."""
-    return {one.end: one for one in scored}.values()
-
-
-def _inferred(entry: Entry, scored: Sequence[Scored]) -> Inferred:
-    seconds = sum(one.end - one.start for one in _batches(scored))
-    rows = torch.stack([one.probabilities for one in scored])
-    return Inferred(entry.name, entry.info["version"], seconds, rows, entry.classes)

@@ -29,13 +29,6 @@ from bitgraft.serving.uploads import Uploads, body
 HEADER_LENGTH = "Inference-Header-Content-Length"
 OUTPUTS = ("probabilities", "class")
 DIGITS = re.compile("[0-9]{1,18}")
-BODY = {
-    "requestBody": {
-        "required": True,
-        "description": "One input as JSON (images in base64), or with Triton's binary extension.",
-        "content": {"application/json": {"example": INFER_REQUEST}},
-    }
-}
 
 
 def add_inference_protocol(app: FastAPI, service: Service, uploads: Uploads) -> None:
@@ -67,7 +60,7 @@ def add_inference_protocol(app: FastAPI, service: Service, uploads: Uploads) -> 
         await service.task(task)
         return _status(service.healthy())
 
-    @app.post("/v2/models/{task}/infer", openapi_extra=BODY, responses=example(INFERRED))
+    @app.post("/v2/models/{task}/infer", openapi_extra=INFER_REQUEST, responses=example(INFERRED))
     async def infer(request: Request, task: str) -> Response:
         """A task's class probabilities for encoded images or a preprocessed tensor."""
         if encoding := request.headers.get("content-encoding", ""):

@@ -25,11 +25,11 @@ from bitgraft.runtime.memory import give_memory_back
 from bitgraft.runtime.onnx_graph import MissingGraphError
 from bitgraft.serving.library import Entry, Library
 from bitgraft.serving.settings import Settings
+from bitgraft.store import Store
 from bitgraft.workflows.prediction import graph_session, passing_scores, task_session
 
 log = logging.getLogger("bitgraft.serving")
 BUSY = 16  # images that a task answers without a session before it gets one
-EXPORT = "bitgraft.serving.export_graph"
 
 
 class Sessions:
@@ -209,7 +209,18 @@ class Sessions:
 
 
 def export_graph(store: Path, task: str) -> None:
-    """Export a task's graph into the cache, in another process as `GraphCache` requires."""
-    done = subprocess.run([sys.executable, "-m", EXPORT, store, task], capture_output=True, text=True)
+    """Export a task's graph into the cache, in another process: tracing patches every module call in the process."""
+    done = subprocess.run([sys.executable, "-m", __name__, store, task], capture_output=True, text=True)
     if done.returncode:
         raise ExportError((done.stderr.strip().splitlines() or [f"exporting failed with {done.returncode}"])[-1])
+
+
+def _export(store: Store, task: str) -> None:
+    net = store.network().eval()
+    if task != net.original:
+        store.load(net, task)
+    task_session(net, task)
+
+
+if __name__ == "__main__":  # the other process
+    _export(Store(sys.argv[1]), sys.argv[2])
