@@ -121,6 +121,12 @@ def test_features_of_maps_and_of_tokens_see_every_depth(name: str) -> None:
     torch.testing.assert_close(net.features(batch[1:2]), found[1:2], rtol=1e-3, atol=1e-4)
 
 
+def test_norm_layers_without_parameters_have_features() -> None:
+    layers = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6, affine=False), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    net = Network(nn.Sequential(*layers, nn.Linear(6, 4)).eval())
+    assert net.features(torch.randn(2, 3, 8, 8)).shape == (2, 6 + 6)
+
+
 def test_a_description_of_other_features_is_refused_in_one_sentence() -> None:
     net = Network(tiny())
     net.add_task("old", classes=2).description = described(1, 2)
@@ -165,6 +171,12 @@ def test_images_find_their_tasks_and_strange_ones_none() -> None:
     stripes = torch.zeros(4, 3, 8, 8)
     stripes[:, 0, ::2], stripes[:, 1] = 40.0, -40.0
     assert net.identify(stripes).tasks == [None] * 4
+
+
+def test_every_described_task_needs_a_batch() -> None:
+    net = network("bright", "dark")
+    with pytest.raises(TaskError, match="there is no batch for dark: pass one per task with a description"):
+        net.identify({"bright": images(3, 2)})
 
 
 def test_auto_gives_the_union_of_classes() -> None:

@@ -3,12 +3,14 @@
 import pytest
 import torch
 from fastapi.testclient import TestClient
+from pydantic import TypeAdapter
 from services import new_store, picture
 
 from bitgraft.network import Network
 from bitgraft.runtime.identify.fitting import calibrated, fit_description
+from bitgraft.serving import schemas
 from bitgraft.serving.app import make_app
-from bitgraft.serving.engine import Service
+from bitgraft.serving.engine import Engine, Service
 from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.library import Library
 from bitgraft.serving.metrics import Metrics
@@ -62,6 +64,24 @@ def test_identification_over_http(library):
     said = TestClient(make_app(Finding())).post("/v1/predict/auto", content=picture(3)).json()
     assert said["images"][0]["route"][0]["task"] in NAMES
     assert TestClient(make_app(Silent())).post("/v1/predict/auto", content=picture(3)).status_code == 501
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "fields"),
+    [
+        ("/v1/predict/auto", "FoundPredictions", {"milliseconds", "images"}),
+        ("/v1/predict/{task}", "Prediction", {"task", "version", "milliseconds", "answers"}),
+        ("/v1/predict", "Predictions", {"milliseconds", "tasks"}),
+    ],
+)
+def test_predictions_have_a_response_schema_that_their_example_fits(library, path, name, fields):
+    api = make_app(Engine(library[0], Settings(store=library[0].store.folder))).openapi()
+    content = api["paths"][path]["post"]["responses"]["200"]["content"]["application/json"]
+    assert content["schema"] == {"$ref": f"#/components/schemas/{name}"}
+    assert set(api["components"]["schemas"][name]["required"]) == fields
+    TypeAdapter(getattr(schemas, name)).validate_python(content["example"])
+    assert api["components"]["schemas"]["Answer"]["required"] == ["class", "probability"]
+    assert {"type": "null"} in api["components"]["schemas"]["Found"]["properties"]["task"]["anyOf"]
 
 
 def test_a_store_without_descriptions_is_a_conflict(tmp_path):

@@ -117,6 +117,7 @@ def body(**changes) -> dict:
         (body(data=["aGVsbG8="]), 415, "not an image"),
         (body(datatype="FP32", data=["x"]), 400, "not 32-bit numbers"),
         (body(datatype="FP32", data=[[1], [1, 2]]), 400, "not 32-bit numbers"),
+        (body(datatype="FP32", data=[10**400]), 400, "not 32-bit numbers"),
         (body(datatype="FP32", data=[1.5]), 422, "the tensor has shape [1]: this task takes [n, 3, 32, 32]"),
         (body(datatype="FP32", shape=[1, *SHAPE], data=[1e39] * 3072), 422, "NaN or infinite"),
         (body(shape=[5], data=body()["inputs"][0]["data"] * 5), 413, "5 images for 1 tasks are too many"),
@@ -136,6 +137,7 @@ def test_bad_bytes_after_the_json_get_a_message(service: Served):
         (b"\x09\0", None, "are cut off"),
         (b"", "99999", "the body has"),
         (b"", "x", "the body has"),
+        (b"", "9" * 5000, "the body has"),
     ]:
         head = json.dumps(body(data=None, parameters={"binary_data_size": len(raw)})).encode()
         headers = {"Inference-Header-Content-Length": length or str(len(head))}

@@ -361,6 +361,7 @@ def test_keys_are_accepted_in_three_headers_and_must_match_exactly(tmp_path):
     assert is_authorized(sent(authorization="Basic YW55OmZpcnN0LWtleS0x"), keys)  # "any:first-key-1"
     for wrong in ("", "first-key", "first-key-11", "# ours", "\xff"):
         assert not is_authorized(sent(x_api_key=wrong, authorization="Basic %%%"), keys)
+    assert not is_authorized(sent(authorization="Basic \xe9"), keys)
     assert not is_authorized(sent(), keys)
     assert not any(b"first" in key for key in keys)
 

@@ -15,11 +15,12 @@ from bitgraft.errors import ExportError, ServingError
 from bitgraft.runtime.onnx_graph import MissingGraphError
 from bitgraft.serving import sessions as tiers
 from bitgraft.serving.engine import Engine
+from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.library import Library
 from bitgraft.serving.sessions import BUSY, Sessions
 from bitgraft.serving.settings import Settings
 from bitgraft.serving.supervisor import open_library, prepare_graphs
-from bitgraft.workflows.prediction import task_session, torch_scores
+from bitgraft.workflows.prediction import best, task_session, torch_scores
 
 SIZE = 100  # bytes of a fake session
 NAMES = ("birds", "cars", "dogs")
@@ -73,19 +74,47 @@ def test_a_task_runs_on_pytorch_until_it_is_busy(library):
     assert (held.engine(birds), held.get(cars, 1), len(held.held), held.nbytes) == ("onnxruntime", None, 1, SIZE)
 
 
-def test_only_a_busier_task_replaces_the_least_busy_session(library):
+def test_a_busy_task_replaces_the_least_recently_used_session(library):
     events: list = []
     held = holding(library, sessions=2, on_event=lambda *event: events.append(event))
     birds, cars, dogs = (library.tasks[name] for name in NAMES)
-    busy(held, birds)
+    busy(held, birds, 10 * BUSY)
     busy(held, cars)
-    held.get(birds, 2 * BUSY)
-    held.get(dogs, BUSY)  # not busier than the others
+    held.get(dogs, BUSY - 1)
     assert [held.engine(entry) for entry in (birds, cars, dogs)] == ["onnxruntime", "onnxruntime", "torch"]
-    busy(held, dogs, BUSY)
-    assert [held.engine(entry) for entry in (birds, cars, dogs)] == ["onnxruntime", "torch", "onnxruntime"]
-    assert events == [("birds", "made"), ("cars", "made"), ("cars", "dropped"), ("dogs", "made")]
+    busy(held, dogs, 1)
+    assert [held.engine(entry) for entry in (birds, cars, dogs)] == ["torch", "onnxruntime", "onnxruntime"]
+    held.get(cars, 1)
+    busy(held, birds)
+    assert [held.engine(entry) for entry in (birds, cars, dogs)] == ["onnxruntime", "onnxruntime", "torch"]
+    dropped = [("birds", "dropped"), ("dogs", "made"), ("dogs", "dropped"), ("birds", "made")]
+    assert events == [("birds", "made"), ("cars", "made"), *dropped]
     assert held.nbytes == 2 * SIZE
+
+
+def test_a_session_that_is_running_is_not_replaced(library):
+    began, go = threading.Event(), threading.Event()
+
+    class Running(FakeSession):
+        def __call__(self, images):
+            began.set()
+            assert go.wait(60)
+            return images
+
+    held = holding(library, sessions=2, make=Running)
+    birds, cars, dogs = (library.tasks[name] for name in NAMES)
+    busy(held, birds)
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(held.run, birds, torch.zeros(1))
+        assert began.wait(60)
+        busy(held, cars)
+        busy(held, dogs)
+        assert [held.engine(entry) for entry in (birds, cars, dogs)] == ["onnxruntime", "torch", "onnxruntime"]
+        go.set()
+        assert running.result(60)[1] == "onnxruntime"
+    held.get(dogs, 1)
+    busy(held, cars)
+    assert held.engine(birds) == "torch"
 
 
 def test_a_budget_below_one_session_makes_none(library):
@@ -249,8 +278,8 @@ def started(library, **options) -> Engine:
 
 
 def ask(engine: Engine, name: str, images: int = 1, seed: int = 0) -> list:
-    (said,) = asyncio.run(engine.predict([name], [picture(seed)] * images, 5))
-    return said["answers"][0]
+    (inferred,) = asyncio.run(engine.infer([name], [picture(seed)] * images))
+    return best(inferred.probabilities[0], inferred.classes, 5)
 
 
 def test_a_task_whose_session_cannot_be_made_keeps_answering(library):
@@ -266,6 +295,17 @@ def test_a_task_whose_session_cannot_be_made_keeps_answering(library):
     assert near(ask(engine, "birds", BUSY), wanted)
     (row,) = [row for row in asyncio.run(engine.tasks())["tasks"] if row["name"] == "birds"]
     assert (row["engine"], row["engine_reason"]) == ("torch", "it has no graph")
+
+
+def test_a_tasks_full_queue_is_a_429_that_names_the_task(library):
+    engine = Engine(library, settings(library, max_queue=2))  # not started, so nothing leaves the queue
+    birds, cars = library.find("birds"), library.find("cars")
+    engine.scheduler.submit({birds: [torch.zeros(3, 32, 32)]})
+    with pytest.raises(HttpError) as refused:
+        engine.scheduler.submit({cars: [torch.zeros(3, 32, 32)], birds: [torch.zeros(3, 32, 32)] * 2})
+    message = "the queue of task 'birds' is full (1 waiting, at most 2): try again later"
+    assert (refused.value.status, refused.value.message, refused.value.retry_after) == (429, message, 1)
+    assert engine.scheduler.waiting == 1
 
 
 def test_all_tasks_answer_with_a_budget_for_one_session(library):

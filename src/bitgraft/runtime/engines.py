@@ -33,7 +33,7 @@ class Graph:
         try:
             model = onnx.load_from_string(data)
             (folds,) = (json.loads(entry.value) for entry in model.metadata_props if entry.key == FOLDS)
-            self._folds = [Fold(weight, bias, tuple(norm), epsilon) for weight, bias, norm, epsilon in folds]
+            self._folds = [Fold(*fold) for fold in folds]
             self._options = _options(self._runtime, threads)
             model, places = self._arranged(model)
             self._places: defaultdict[str, list[Place]] = defaultdict(list)

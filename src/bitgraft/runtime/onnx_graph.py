@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.nn.utils import fuse_conv_bn_weights
 
 from bitgraft import __version__
 from bitgraft.backbone.files import write_atomically
@@ -112,17 +113,17 @@ class Fold:
 
 
 def folded(state: Mapping[str, Tensor], folds: Iterable[Fold]) -> Iterator[tuple[str, Tensor]]:
-    """Yield W s and (b - mean) s + shift with s = scale / sqrt(var + eps), for each convolution and its norm.
+    """Yield the weight and bias of each convolution with its norm folded into it.
 
     A norm without a convolution becomes a depthwise 1x1 convolution with W = 1.
     """
     for fold in folds:
         scale, shift, mean, variance = (state[name] for name in fold.norm)
-        s = scale / torch.sqrt(variance + fold.epsilon)
-        weight = s.new_ones(len(s), 1, 1, 1) if fold.weight is None else state[fold.weight]
-        bias = -mean if fold.bias is None else state[fold.bias] - mean
-        yield fold.names[0], weight * s.view(-1, *[1] * (weight.ndim - 1))
-        yield fold.names[1], torch.addcmul(shift, bias, s)
+        weight = scale.new_ones(len(scale), 1, 1, 1) if fold.weight is None else state[fold.weight]
+        bias = None if fold.bias is None else state[fold.bias]
+        yield from zip(
+            fold.names, fuse_conv_bn_weights(weight, bias, mean, variance, fold.epsilon, scale, shift), strict=True
+        )
 
 
 def make_graph(module: nn.Module, images: Tensor) -> bytes:

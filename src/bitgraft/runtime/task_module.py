@@ -167,13 +167,23 @@ class TaskModule:
 
     def _drop_after_backward(self, tensors: Mapping[str, Tensor]) -> None:
         """Free each weight once its gradient is complete, so that the gradient can take its memory. Only the network
-        sees this module, and it computes the weights again before the next call."""
+        sees this module, and it computes the weights again before the next call.
+
+        A weight stays while another forward pass awaits its gradient, which may be checkpointed and run again.
+        """
         computed = {name: tensors[name] for name in self.task.transforms}
         learned = {name: t for name, t in computed.items() if t.requires_grad and not t.is_leaf}
         self._forwards.add(forward := _Forward(set(learned)))
+
+        def drop(name: str, weight: "weakref.ref[Tensor]", grad: Tensor) -> None:
+            forward.awaited.discard(name)
+            if not any(name in other.awaited for other in self._forwards):
+                for holder, key in self._slots[name]:
+                    if holder[key] is weight():
+                        holder[key] = None
+
         for name, tensor in learned.items():
-            drop = partial(_drop, self._slots[name], weakref.ref(tensor), name, forward, self._forwards)
-            tensor.register_hook(drop)  # type: ignore[no-untyped-call]
+            tensor.register_hook(partial(drop, name, weakref.ref(tensor)))  # type: ignore[no-untyped-call]
 
 
 def _replaced(task: Task) -> set[str]:
@@ -187,23 +197,6 @@ class _Forward:
 
     awaited: set[str]
     """The weights whose gradients are not complete yet."""
-
-
-def _drop(
-    slots: list[Slot],
-    weight: "weakref.ref[Tensor]",
-    name: str,
-    forward: _Forward,
-    forwards: "weakref.WeakSet[_Forward]",
-    grad: Tensor,
-) -> None:
-    """Empty the slots that still hold this weight, unless another forward pass may be checkpointed and run again."""
-    forward.awaited.discard(name)
-    if any(name in other.awaited for other in forwards):
-        return
-    for holder, key in slots:
-        if holder[key] is not None and holder[key] is weight():
-            holder[key] = None
 
 
 def _slots(module: nn.Module, anatomy: Anatomy) -> dict[str, list[Slot]]:

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request
 
 from bitgraft.serving.access import is_authorized
 from bitgraft.serving.engine import Service
-from bitgraft.serving.examples import CANARY, CHANGED, REMOVED, example
+from bitgraft.serving.examples import CANARY, CHANGED, REMOVED, TASK_FILE, example
 from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.uploads import Uploads
 from bitgraft.serving.versions import Versions
@@ -19,13 +19,6 @@ from bitgraft.task import check_name
 
 OFF = "tasks cannot be changed over HTTP: start the service with --admin-key-file"
 NO_KEY = "changing tasks needs an admin key: send it as X-API-Key, or as Authorization: Bearer KEY"
-BODY = {
-    "requestBody": {
-        "required": True,
-        "description": "A task file for the store's backbone.",
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-    }
-}
 Canary = Annotated[
     float | None, Query(gt=0, le=1, description="Share of the task's requests; without it, the file replaces the task.")
 ]
@@ -51,7 +44,7 @@ def add_admin(app: FastAPI, service: Service, uploads: Uploads) -> None:
 
     router = APIRouter(prefix="/v1/tasks/{task}", dependencies=[Depends(guard)])
 
-    @router.put("", openapi_extra=BODY, responses=example(CANARY))
+    @router.put("", openapi_extra=TASK_FILE, responses=example(CANARY))
     async def put(request: Request, task: str, canary: Canary = None) -> dict[str, Any]:
         """Add or replace a task, or send a share of its requests to a new version. The file is checked first."""
         check_name(task)

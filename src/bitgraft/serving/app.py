@@ -17,24 +17,17 @@ from bitgraft import __version__
 from bitgraft.errors import UnknownTaskError, UnsafeNameError
 from bitgraft.serving.access import Access
 from bitgraft.serving.admin import add_admin
-from bitgraft.serving.engine import Service
-from bitgraft.serving.examples import FOUND, METRICS, PREDICTION, PREDICTIONS, TASK, TASKS, example
+from bitgraft.serving.engine import Inferred, Service
+from bitgraft.serving.examples import FOUND, IMAGES, METRICS, PREDICTION, PREDICTIONS, TASK, TASKS, example
 from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.inference_protocol import add_inference_protocol
+from bitgraft.serving.schemas import FoundPredictions, Prediction, Predictions
 from bitgraft.serving.uploads import Uploads
+from bitgraft.workflows.prediction import best
 
 STATUS: dict[type[Exception], int] = {UnsafeNameError: 400, UnknownTaskError: 404}
 Top = Annotated[int, Query(ge=1, le=1000, description="Number of classes per image.")]
 Tasks = Annotated[list[str], Query(description="Repeat for several tasks.")]
-FILE = {"type": "string", "format": "binary"}
-FORM = {"type": "object", "properties": {"image": {"type": "array", "items": FILE}}}
-BODY = {
-    "requestBody": {
-        "required": True,
-        "description": "An image, or a form with one file per image.",
-        "content": {"image/*": {"schema": FILE}, "multipart/form-data": {"schema": FORM}},
-    }
-}
 
 
 def make_app(service: Service) -> FastAPI:
@@ -54,7 +47,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 def _add_predictions(app: FastAPI, service: Service, uploads: Uploads) -> None:
-    @app.post("/v1/predict/auto", openapi_extra=BODY, responses=example(FOUND))
+    @app.post("/v1/predict/auto", response_model=FoundPredictions, openapi_extra=IMAGES, responses=example(FOUND))
     async def find(request: Request, top: Top = 5) -> dict[str, Any]:
         """Identify each image's task from the tasks' descriptions and run it. Unknown images have a null task."""
         start = time.perf_counter()
@@ -62,13 +55,14 @@ def _add_predictions(app: FastAPI, service: Service, uploads: Uploads) -> None:
             found = await service.identify(images, top)
         return {"milliseconds": _milliseconds_since(start), "images": found}
 
-    @app.post("/v1/predict/{task:path}", openapi_extra=BODY, responses=example(PREDICTION))
+    @app.post("/v1/predict/{task:path}", response_model=Prediction, openapi_extra=IMAGES, responses=example(PREDICTION))
     async def predict(request: Request, task: str, top: Top = 5) -> dict[str, Any]:
         """Run one task on one or more images. `milliseconds` is the time of their batches in the network."""
         async with uploads.read(request, uploads.images) as (images, _):
-            return (await service.predict([task], images, top))[0]
+            (inferred,) = await service.infer([task], images)
+        return _prediction(inferred, top)
 
-    @app.post("/v1/predict", openapi_extra=BODY, responses=example(PREDICTIONS))
+    @app.post("/v1/predict", response_model=Predictions, openapi_extra=IMAGES, responses=example(PREDICTIONS))
     async def predict_several(request: Request, task: Tasks = [], top: Top = 5) -> dict[str, Any]:  # noqa: B006
         """Run several tasks on the same images."""
         start = time.perf_counter()
@@ -76,8 +70,17 @@ def _add_predictions(app: FastAPI, service: Service, uploads: Uploads) -> None:
             names = [*task, *more]
             if not names:
                 raise HttpError(422, "no task given: add ?task=NAME&task=NAME; /v1/tasks lists the names")
-            answers = await service.predict(names, images, top)
-        return {"milliseconds": _milliseconds_since(start), "tasks": answers}
+            inferred = await service.infer(names, images)
+        return {"milliseconds": _milliseconds_since(start), "tasks": [_prediction(one, top) for one in inferred]}
+
+
+def _prediction(inferred: Inferred, top: int) -> dict[str, Any]:
+    return {
+        "task": inferred.task,
+        "version": inferred.version,
+        "milliseconds": round(1000 * inferred.seconds, 3),
+        "answers": [best(row, inferred.classes, top) for row in inferred.probabilities],
+    }
 
 
 def _milliseconds_since(start: float) -> float:

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -21,26 +21,26 @@ from bitgraft.serving.scheduler import Scheduler
 from bitgraft.serving.sessions import Sessions
 from bitgraft.serving.settings import Settings
 from bitgraft.serving.tracing import Tracing
-from bitgraft.workflows.prediction import best, probabilities, task_session, torch_scores
+from bitgraft.workflows.prediction import probabilities, task_session, torch_scores
 
 T = TypeVar("T")
-Predictions = list[dict[str, Any]]
-"""Per task: {"task", "version", "milliseconds" in the network, "answers": the most likely classes per image}."""
 
 
 class Inferred(NamedTuple):
-    """One task's probabilities (N, classes), its class names if it has any, and its version."""
+    """One task's probabilities (N, classes), its class names if it has any, and its time in the network."""
 
+    task: str
+    version: str
+    seconds: float
     probabilities: Tensor
     classes: Sequence[str] | None
-    version: str
 
 
 class Scored(NamedTuple):
-    """One image's probabilities (classes,), the duration of its batch and the time when that ended."""
+    """One image's probabilities (classes,), and when its batch started and ended."""
 
     probabilities: Tensor
-    seconds: float
+    start: float
     end: float
 
 
@@ -51,8 +51,7 @@ class Service(Protocol):
     metrics: Metrics
     tracing: Tracing
 
-    async def predict(self, names: Sequence[str], images: Sequence[bytes], top: int) -> Predictions: ...
-    async def infer(self, name: str, inputs: Sequence[bytes] | Tensor) -> Inferred: ...
+    async def infer(self, names: Sequence[str], inputs: Sequence[bytes] | Tensor) -> list[Inferred]: ...
     async def change(self, action: str, name: str, *args: Any) -> dict[str, Any]: ...
     async def tasks(self) -> dict[str, Any]: ...
     async def task(self, name: str) -> dict[str, Any]: ...
@@ -106,27 +105,18 @@ class Engine(Service):
     def ready(self) -> bool:
         return self.healthy() and self.sessions.ready()
 
-    async def predict(self, names: Sequence[str], images: Sequence[bytes], top: int) -> Predictions:
-        """Run every task on every image. A request succeeds or fails as a whole."""
+    async def infer(self, names: Sequence[str], inputs: Sequence[bytes] | Tensor) -> list[Inferred]:
+        """Run every task on encoded images or a preprocessed tensor. A request succeeds or fails as a whole."""
         entries = [self.library.find(name) for name in dict.fromkeys(names)]
-        with self.metrics.track(entries, len(images)):
-            self._check_size(len(entries), len(images))
-            decoded = await self._decode(entries, images)
-            scored = await self._score(dict(zip(entries, zip(*decoded, strict=True), strict=True)))
-        return [self._prediction(entry, scored[entry], top) for entry in entries]
-
-    async def infer(self, name: str, inputs: Sequence[bytes] | Tensor) -> Inferred:
-        """Return one task's probabilities for encoded images or a preprocessed tensor."""
-        entry = self.library.find(name)
-        with self.metrics.track([entry], len(inputs)):
-            self._check_size(1, len(inputs))
+        with self.metrics.track(entries, len(inputs)):
+            self._check_size(len(entries), len(inputs))
             if isinstance(inputs, Tensor):
-                check_tensor(inputs, entry.preprocessing)
-                images = list(inputs)
+                for entry in entries:
+                    check_tensor(inputs, entry.preprocessing)
+                images = {entry: list(inputs) for entry in entries}
             else:
-                images = [tensor for (tensor,) in await self._decode([entry], inputs)]
-            scored = (await self._score({entry: images}))[entry]
-        return Inferred(torch.stack([one.probabilities for one in scored]), entry.classes, entry.info["version"])
+                images = await self._decode(entries, inputs)
+            return await self._score(images)
 
     async def change(self, action: str, name: str, *args: Any) -> dict[str, Any]:
         return await asyncio.to_thread(self.library.change, action, name, *args)
@@ -146,14 +136,15 @@ class Engine(Service):
         if self._decoding + images > total:
             raise HttpError(503, f"{self._decoding} images are already waiting to be decoded: try again later", 1)
 
-    async def _decode(self, entries: Sequence[Entry], images: Sequence[bytes]) -> list[list[Tensor]]:
-        """Decode each image for each task: per image, one tensor per task."""
+    async def _decode(self, entries: Sequence[Entry], images: Sequence[bytes]) -> dict[Entry, list[Tensor]]:
+        """Decode each image for each task."""
         work = partial(decode_all, images, [entry.preprocessing for entry in entries], self.settings.max_pixels)
         start = time.perf_counter()
         try:
-            return await self._in_decoder(work, len(images))
+            decoded = await self._in_decoder(work, len(images))
         finally:
             self.tracing.step("decode", start, time.perf_counter(), **{"bitgraft.images": len(images)})
+        return {entry: list(tensors) for entry, tensors in zip(entries, zip(*decoded, strict=True), strict=True)}
 
     async def _in_decoder(self, work: Callable[[], T], images: int) -> T:
         self._decoding += images
@@ -162,27 +153,21 @@ class Engine(Service):
         finally:
             self._decoding -= images
 
-    async def _score(self, inputs: dict[Entry, Sequence[Tensor]]) -> dict[Entry, list[Scored]]:
+    async def _score(self, inputs: Mapping[Entry, Sequence[Tensor]]) -> list[Inferred]:
         """Send each task's images through its queue and the network."""
-        start = time.perf_counter()
-        futures = self.scheduler.submit(inputs)
-        scored = {entry: [await asyncio.wrap_future(one) for one in futures[entry]] for entry in inputs}
-        for entry, images in scored.items():
-            for one in images:
-                self.metrics.queue_seconds.labels(entry.name).observe(one.end - one.seconds - start)
-            for one in _batches(images):
-                attributes = {"bitgraft.task": entry.name, "bitgraft.version": entry.info["version"]}
-                self.tracing.step("queue", start, one.end - one.seconds, **attributes)
-                self.tracing.step("compute", one.end - one.seconds, one.end, **attributes)
-        return scored
-
-    def _prediction(self, entry: Entry, scored: Sequence[Scored], top: int) -> dict[str, Any]:
-        return {
-            "task": entry.name,
-            "version": entry.info["version"],
-            "milliseconds": round(1000 * sum(one.seconds for one in _batches(scored)), 3),
-            "answers": [best(one.probabilities, entry.classes, top) for one in scored],
-        }
+        accepted, inferred = time.perf_counter(), list[Inferred]()
+        for entry, futures in self.scheduler.submit(inputs).items():
+            scored: list[Scored] = [await asyncio.wrap_future(one) for one in futures]
+            for one in scored:
+                self.metrics.queue_seconds.labels(entry.name).observe(one.start - accepted)
+            version, batches = entry.info["version"], {(one.start, one.end) for one in scored}
+            for start, end in sorted(batches):
+                attributes = {"bitgraft.task": entry.name, "bitgraft.version": version}
+                self.tracing.step("queue", accepted, start, **attributes)
+                self.tracing.step("compute", start, end, **attributes)
+            rows, seconds = torch.stack([one.probabilities for one in scored]), sum(b - a for a, b in batches)
+            inferred.append(Inferred(entry.name, version, seconds, rows, entry.classes))
+        return inferred
 
     def _run(self, entry: Entry, images: list[Tensor]) -> list[Scored]:
         """Run one batch, in one of the scheduler's threads."""
@@ -193,18 +178,15 @@ class Engine(Service):
         self.metrics.compute_seconds.labels(entry.name, entry.role, engine).observe(end - start)
         self.metrics.images.labels(entry.name, entry.role).inc(len(images))
         self.metrics.batch.observe(len(images))
-        return [Scored(row, end - start, end) for row in rows]
+        return [Scored(row, start, end) for row in rows]
 
     def _scores(self, entry: Entry, images: list[Tensor]) -> tuple[Tensor, str]:
         """Return the scores (N, classes) and the name of the engine that computed them."""
-        session = self.sessions.get(entry, len(images))
-        if session is not None:
-            return session(torch.stack(images)), "onnxruntime"
         net = self.library.net
-        self.metrics.switches.inc(entry.task_id not in net.resident)
+        self.metrics.switches.inc(entry not in self.sessions.held and entry.task_id not in net.resident)
         if self.settings.exact:
             return torch.cat([torch_scores(net, entry.task_id, image[None]) for image in images]), "torch"
-        return self.sessions.run_without_session(entry, torch.stack(images))
+        return self.sessions.run(entry, torch.stack(images))
 
     async def tasks(self) -> dict[str, Any]:
         """Return the store as JSON."""
@@ -261,8 +243,3 @@ class Engine(Service):
             self.library.scan()
             self.sessions.keep_pinned()
             self.update_gauges()
-
-
-def _batches(scored: Iterable[Scored]) -> Iterable[Scored]:
-    """One image of each batch."""
-    return {one.end: one for one in scored}.values()

@@ -1,14 +1,34 @@
-"""Example responses for /docs and /openapi.json."""
+"""Request bodies and example responses, for /docs and /openapi.json."""
 
 from typing import Any
 
-_BEST = [{"class": "rose", "probability": 0.93}, {"class": "tulip", "probability": 0.05}]
-PREDICTION = {"task": "flowers", "version": "9c4b1f6a02d7e385", "milliseconds": 11.4, "answers": [_BEST]}
-PREDICTIONS = {
+from bitgraft.serving.schemas import Answer, FoundPredictions, Prediction, Predictions
+
+
+def _body(description: str, content: dict[str, Any]) -> dict[str, Any]:
+    """FastAPI's `openapi_extra` for a body that the route reads itself."""
+    return {"requestBody": {"required": True, "description": description, "content": content}}
+
+
+_FILE = {"type": "string", "format": "binary"}
+_FORM = {"type": "object", "properties": {"image": {"type": "array", "items": _FILE}}}
+IMAGES = _body(
+    "An image, or a form with one file per image.",
+    {"image/*": {"schema": _FILE}, "multipart/form-data": {"schema": _FORM}},
+)
+TASK_FILE = _body("A task file for the store's backbone.", {"application/octet-stream": {"schema": _FILE}})
+_INPUT = {"name": "images", "datatype": "BYTES", "shape": [1], "data": ["/9j/4AAQ…"]}
+INFER_REQUEST = _body(
+    "One input as JSON (images in base64), or with Triton's binary extension.",
+    {"application/json": {"example": {"inputs": [_INPUT]}}},
+)
+_BEST: list[Answer] = [{"class": "rose", "probability": 0.93}, {"class": "tulip", "probability": 0.05}]
+PREDICTION: Prediction = {"task": "flowers", "version": "9c4b1f6a02d7e385", "milliseconds": 11.4, "answers": [_BEST]}
+PREDICTIONS: Predictions = {
     "milliseconds": 31.2,
     "tasks": [PREDICTION, {**PREDICTION, "task": "cars", "answers": [[{"class": "van", "probability": 0.41}]]}],
 }
-FOUND = {
+FOUND: FoundPredictions = {
     "milliseconds": 58.3,
     "images": [{"task": "flowers", "route": [{"task": "flowers", "score": 0.98}], "answers": _BEST}],
 }
@@ -55,7 +75,6 @@ REMOVED = {"name": "flowers", "previous": True}  # and "version": null, which Fa
 STATUS = {"status": "ok"}
 METRICS = 'bitgraft_task_requests_total{status="200",task="flowers",version="stable"} 42.0'
 SERVER = {"name": "bitgraft", "version": "0.1.0", "extensions": ["binary_tensor_data", "classification"]}
-INFER_REQUEST = {"inputs": [{"name": "images", "datatype": "BYTES", "shape": [1], "data": ["/9j/4AAQ…"]}]}
 INFERRED = {
     "model_name": "flowers",
     "model_version": "9c4b1f6a02d7e385",

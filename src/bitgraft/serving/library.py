@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -174,15 +175,11 @@ class Library:
 
     def _files(self) -> dict[str, Signature]:
         """Every task file and canary, by its path in the store without suffix."""
-        found = {}
-        for prefix in ("", f"{CANARY}/"):
-            folder = self.store.folder / prefix
-            if prefix and not folder.is_dir():
-                continue
-            for path in folder.iterdir():
-                if path.suffix == SUFFIX and not path.name.startswith("."):
-                    stat = path.stat()
-                    found[prefix + path.stem] = stat.st_size, stat.st_mtime_ns, stat.st_ino
+        found, canaries = {}, self.store.folder / CANARY
+        for path in chain(self.store.folder.iterdir(), canaries.iterdir() if canaries.is_dir() else ()):
+            if path.suffix == SUFFIX and not path.name.startswith("."):
+                key, stat = path.relative_to(self.store.folder).with_suffix("").as_posix(), path.stat()
+                found[key] = stat.st_size, stat.st_mtime_ns, stat.st_ino
         return found
 
     def _unload(self) -> None:

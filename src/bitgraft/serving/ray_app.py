@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bitgraft.errors import BitgraftError, ServingError
 from bitgraft.serving.app import make_app
-from bitgraft.serving.engine import Engine, Inferred, Predictions, Service
+from bitgraft.serving.engine import Engine, Inferred, Service
 from bitgraft.serving.metrics import Metrics
 from bitgraft.serving.settings import Settings
 from bitgraft.serving.supervisor import open_library
@@ -144,30 +144,24 @@ class Remote(Service):
             except Exception:  # Ray's controller does not answer
                 self._healthy = False
 
-    async def predict(self, names: Sequence[str], images: Sequence[bytes], top: int) -> Predictions:
-        replies = [_replicas(name).call.remote("predict", [name], list(images), top) for name in dict.fromkeys(names)]
-        return [prediction for reply in replies for prediction in await _result(reply)]
-
-    async def infer(self, name: str, inputs: Sequence[bytes] | Tensor) -> Inferred:
-        return Inferred(*await _result(_replicas(name).call.remote("infer", name, inputs)))
+    async def infer(self, names: Sequence[str], inputs: Sequence[bytes] | Tensor) -> list[Inferred]:
+        calls = [_call("infer", [name], inputs, task=name) for name in dict.fromkeys(names)]
+        return [inferred for (inferred,) in await asyncio.gather(*calls)]
 
     async def change(self, action: str, name: str, *args: Any) -> dict[str, Any]:
-        return dict(await _result(_replicas().call.remote("change", action, name, *args)))
+        return dict(await _call("change", action, name, *args))
 
     async def tasks(self) -> dict[str, Any]:
-        return dict(await _result(_replicas().call.remote("tasks")))
+        return dict(await _call("tasks"))
 
     async def task(self, name: str) -> dict[str, Any]:
-        return dict(await _result(_replicas().call.remote("task", name)))
+        return dict(await _call("task", name))
 
 
-def _replicas(task: str = "") -> Any:
-    """Return Ray's handle of the replicas, which prefers those where the task is warm."""
-    return ray_serve.get_deployment_handle(REPLICAS, APPLICATION).options(multiplexed_model_id=task)
-
-
-async def _result(reply: Any) -> Any:
-    result = await reply
+async def _call(method: str, *args: Any, task: str = "") -> Any:
+    """Call a method of an engine, in a replica where the task is warm if there is one."""
+    replicas = ray_serve.get_deployment_handle(REPLICAS, APPLICATION).options(multiplexed_model_id=task)
+    result = await replicas.call.remote(method, *args)
     if isinstance(result, BitgraftError):
         raise result
     return result

@@ -54,7 +54,7 @@ class Scheduler:
     def alive(self) -> bool:
         return all(thread.is_alive() for thread in self._threads)
 
-    def submit(self, values: Mapping[Any, Sequence[Any]]) -> dict[Hashable, list["Future[Any]"]]:
+    def submit(self, values: Mapping[Any, Sequence[Any]]) -> dict[Any, list["Future[Any]"]]:
         """Queue the values of one or more tasks. If they do not all fit, none is queued."""
         items = {task: [_Item(value) for value in of_task] for task, of_task in values.items()}
         with self._changed:

@@ -1,7 +1,7 @@
 """onnxruntime sessions for busy tasks, made in a background thread. Until then a task runs on PyTorch.
 
-Sessions and PyTorch's computed weights share one memory budget. When it is used up, a busier task replaces the least
-busy session. Pinned tasks get their sessions at the start and keep them.
+Sessions and PyTorch's computed weights share one memory budget. When it is used up, a busy task replaces the least
+recently used sessions, but none that is running. Pinned tasks get their sessions at the start and keep them.
 
 A task without a session has its weights computed for each batch. It runs in the onnxruntime graph that the sessions
 share, once its scores for a first batch have agreed with PyTorch's.
@@ -12,7 +12,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections import Counter
+import time
 from collections.abc import Callable
 from pathlib import Path
 from weakref import WeakKeyDictionary, WeakSet
@@ -25,13 +25,11 @@ from bitgraft.runtime.memory import give_memory_back
 from bitgraft.runtime.onnx_graph import MissingGraphError
 from bitgraft.serving.library import Entry, Library
 from bitgraft.serving.settings import Settings
+from bitgraft.store import Store
 from bitgraft.workflows.prediction import graph_session, passing_scores, task_session
 
 log = logging.getLogger("bitgraft.serving")
-BUSY = 16  # images that a task answers on PyTorch before it gets a session
-BUSIER = 1.5  # how much busier a task must be to replace another; equally busy tasks would keep swapping
-EXPORT = "bitgraft.serving.export_graph"
-REMEMBERED = 2048  # images; then all counts are halved
+BUSY = 16  # images that a task answers without a session before it gets one
 
 
 class Sessions:
@@ -50,12 +48,14 @@ class Sessions:
         self._enabled, self._make, self._on_event = settings.use_sessions, make, on_event
         self.held: WeakKeyDictionary[Entry, Session] = WeakKeyDictionary()
         """A replaced task loses its session. So nothing else may keep an entry, not even a log record."""
+        self._used: WeakKeyDictionary[Entry, float] = WeakKeyDictionary()  # time of its last batch
+        self._running: list[Session | None] = []  # one per batch
         self._pending: WeakSet[Entry] = WeakSet()
         self.reasons: WeakKeyDictionary[Entry, str] = WeakKeyDictionary()
         """Why a task will not get a session."""
         self._graph: Graph | None = None  # of the newest session
         self._checked: WeakKeyDictionary[Entry, tuple[Graph, bool]] = WeakKeyDictionary()  # and whether it agreed
-        self._recent: Counter[str] = Counter()  # images per task
+        self._images: WeakKeyDictionary[Entry, int] = WeakKeyDictionary()  # answered since a session was last requested
         self._lock = threading.RLock()
         self._requests: queue.SimpleQueue[Entry] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="bitgraft-sessions", daemon=True)
@@ -73,22 +73,33 @@ class Sessions:
             elif entry not in self.reasons:
                 self._stay_on_torch(entry, "sessions are off")
 
+    def run(self, entry: Entry, images: Tensor) -> tuple[Tensor, str]:
+        """Return the task's scores, and the name of the engine that computed them."""
+        with self._lock:
+            session = self.get(entry, len(images))
+            self._running.append(session)
+        try:
+            return self.run_without_session(entry, images) if session is None else (session(images), "onnxruntime")
+        finally:
+            with self._lock:
+                self._running.remove(session)
+
     def get(self, entry: Entry, images: int) -> Session | None:
-        """Return the task's session. If it has none and is busy, request one and return None."""
+        """Return the task's session for this many images. If it has none and is busy, request one and return None."""
         if not self._enabled:
             return None
         with self._lock:
-            self._recent[entry.task_id] += images
-            if self._recent.total() > REMEMBERED:
-                self._recent = Counter({task: count // 2 for task, count in self._recent.items() if count > 1})
-            session, busy = self.held.get(entry), self._recent[entry.task_id] >= BUSY
-            wanted = session is None and busy and self._to_drop(entry, self._estimate()) is not None
+            self._used[entry] = time.monotonic()
+            if (session := self.held.get(entry)) is not None:
+                return session
+            self._images[entry] = self._images.get(entry, 0) + images
+            wanted = self._images[entry] >= BUSY and self._to_drop(entry, self._estimate()) is not None
         if wanted:
             self._request(entry)
-        return session
+        return None
 
     def run_without_session(self, entry: Entry, images: Tensor) -> tuple[Tensor, str]:
-        """Return the scores of a task without a session, and the name of the engine that computed them."""
+        """Run a batch in the shared graph if the task agrees with it, or else in PyTorch."""
         net, agreed = self._library.net, self._agreed_graph(entry)
         if agreed is not None and entry.task_id not in net.resident:
             return graph_session(net, entry.task_id, agreed)(images), "onnxruntime"
@@ -134,6 +145,7 @@ class Sessions:
             if entry in self._pending or entry in self.held or entry in self.reasons:
                 return
             self._pending.add(entry)
+            self._images.pop(entry, None)
         self._requests.put(entry)
 
     def _work(self) -> None:
@@ -175,12 +187,10 @@ class Sessions:
         give_memory_back()
 
     def _to_drop(self, entry: Entry, size: int) -> list[Entry] | None:
-        """The sessions that this task replaces with its own, the least busy ones first. None if there is no room."""
+        """The sessions that make room for one of this size, least recently used first. None if there is no room."""
         room, dropped = self._budget - self.nbytes, list[Entry]()
-        for other in sorted(self.held, key=lambda other: self._recent[other.task_id]):
-            if size <= room or BUSIER * self._recent[other.task_id] >= self._recent[entry.task_id]:
-                break
-            if other.name not in self._pinned:
+        for other in sorted(self.held, key=lambda other: self._used.get(other, 0.0)):
+            if size > room and other.name not in self._pinned and self.held[other] not in self._running:
                 room += self.held[other].nbytes
                 dropped.append(other)
         return dropped if size <= room or entry.name in self._pinned else None
@@ -199,7 +209,18 @@ class Sessions:
 
 
 def export_graph(store: Path, task: str) -> None:
-    """Export a task's graph into the cache, in another process as `GraphCache` requires."""
-    done = subprocess.run([sys.executable, "-m", EXPORT, store, task], capture_output=True, text=True)
+    """Export a task's graph into the cache, in another process: tracing patches every module call in the process."""
+    done = subprocess.run([sys.executable, "-m", __name__, store, task], capture_output=True, text=True)
     if done.returncode:
         raise ExportError((done.stderr.strip().splitlines() or [f"exporting failed with {done.returncode}"])[-1])
+
+
+def _export(store: Store, task: str) -> None:
+    net = store.network().eval()
+    if task != net.original:
+        store.load(net, task)
+    task_session(net, task)
+
+
+if __name__ == "__main__":  # the other process
+    _export(Store(sys.argv[1]), sys.argv[2])

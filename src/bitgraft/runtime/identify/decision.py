@@ -1,8 +1,7 @@
 """Rank the tasks for an image, run the best few, and decide on one or none of them."""
 
-import threading
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -42,8 +41,7 @@ class Identifier:
 
     def __init__(self, anatomy: Anatomy) -> None:
         self._anatomy = anatomy
-        self._lock = threading.Lock()
-        self._stacked: tuple[Mapping[str, Description], Likelihood] | None = None
+        self._likelihood = lru_cache(maxsize=1)(Likelihood)
 
     @cached_property
     def features(self) -> PlainFeatures:
@@ -59,6 +57,8 @@ class Identifier:
         output.
         """
         descriptions = described(tasks)
+        if missing := descriptions.keys() - images.keys():
+            raise TaskError(f"there is no batch for {', '.join(sorted(missing))}: pass one per task with a description")
         names, route = tuple(descriptions), self._route(descriptions, images)
         best, outputs = route.topk(min(RUNS, len(names))).indices, {}
         scores, margins = route - torch.inf, route - torch.inf  # (N, tasks)
@@ -86,11 +86,7 @@ class Identifier:
                     f"the description of task {name!r} is from another version of bitgraft: make it again with "
                     "`bitgraft describe TASK DATA`"
                 )
-        device = next(iter(batches.values())).device
-        with self._lock:
-            if self._stacked is None or self._stacked[1].mean.device != device or self._stacked[0] != descriptions:
-                self._stacked = descriptions, Likelihood(list(descriptions.values()), device)
-            scorer = self._stacked[1]
+        scorer = self._likelihood(tuple(descriptions.values()), next(iter(batches.values())).device)
         scores = {key: scorer(found) for key, found in features.items()}
         return torch.stack([scores[id(images[name])][:, i] for i, name in enumerate(descriptions)], 1)
 

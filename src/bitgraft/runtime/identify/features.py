@@ -4,6 +4,7 @@ Tasks often differ in texture, colour and scale, which early layers see and the 
 """
 
 import threading
+from itertools import chain
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ class PlainFeatures:
         return F.normalize(torch.cat([head_input, *(WEIGHT * projected(F.normalize(m, dim=1)) for m in means)], 1))
 
     def _note(self, norm: nn.Module, _: object, output: Tensor) -> None:
-        channels = next(norm.parameters()).numel()
+        channels = next(chain(norm.parameters(), norm.buffers())).numel()
         last = output if output.shape[-1] == channels else output.movedim(1, -1)  # tokens, or feature maps
         if last.shape[-1] == channels:
             self._seen.means.append(last.float().reshape(len(output), -1, channels).mean(1))
