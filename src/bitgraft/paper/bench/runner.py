@@ -12,7 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from bitgraft.paper.bench.record import finished, record_path, write_json
+from bitgraft.backbone.files import check_name
+from bitgraft.data.images import few
+from bitgraft.errors import BitgraftError, SuiteError
+from bitgraft.paper.bench.record import finished, other_settings, record_path, write_json
 from bitgraft.paper.bench.suite import Cell, Suite
 from bitgraft.paper.from_dict import from_dict
 from bitgraft.paper.report import records as report
@@ -118,12 +121,33 @@ def run(
     return board
 
 
-def adopt(source: Path, runs: Path) -> None:
-    """Copy the records of a report (records.jsonl) into `runs`, unless it has its own; those runs count as done."""
+def adopt(source: Path, suite: Suite, runs: Path) -> None:
+    """Copy the records of a report (records.jsonl) into `runs`, unless it has its own; those runs count as done.
+
+    Raises:
+        SuiteError: records of the suite's runs were made with other settings; nothing is copied.
+    """
+    wanted = {(cell.row, cell.seed, name) for cell in suite.cells() for name in cell.datasets}
+    copies, refused = dict[Path, report.Record](), list[str]()
     for known in report.read_records(source):
-        path = record_path(runs, Cell(known.row, known.seed, (known.dataset,)), known.dataset)
-        if not path.exists():
-            write_json(path, known.content)
+        try:
+            cell = Cell(check_name(known.row), known.seed, (check_name(known.dataset),))
+        except BitgraftError as fault:
+            raise SuiteError(f"{known.where}: row and data set are used as folder names, but {fault}") from fault
+        path = record_path(runs, cell, known.dataset)
+        if path.exists():
+            continue
+        copies[path] = known
+        is_wanted = (known.row, known.seed, known.dataset) in wanted
+        if is_wanted and (differing := other_settings(suite, cell, known.dataset, known.content)):
+            refused.append(f"{known.where} ({cell}; differing: {', '.join(differing)})")
+    if refused:
+        raise SuiteError(
+            "some records were made with other settings: {few(refused, 3)}; remove them from {source} to "
+            "repeat these runs, or choose other rows and data sets"
+        )
+    for path, known in copies.items():
+        write_json(path, known.content)
 
 
 def describe(suite: Suite, runs: Path) -> None:

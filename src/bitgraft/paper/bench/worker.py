@@ -141,6 +141,13 @@ def _run_jointly(run: Run) -> None:
         run.write(name, data, record.of_run(result, clock))
 
 
+def _remedy(fault: str, folder: Path) -> str:
+    """Say what `bitgraft bench` can do about an earlier run in the folder, where the error names options of `train`."""
+    if not any(hint in fault for hint in ("--overwrite", "--store", "builds on it")):
+        return ""
+    return f" (with `bitgraft bench`: use another --runs folder, or delete {folder} to start this run again)"
+
+
 def main() -> int:
     job, closed = json.loads(sys.stdin.readline()), threading.Event()
 
@@ -158,7 +165,7 @@ def main() -> int:
     except StoppedError:
         return STOPPED
     except (BitgraftError, OSError) as fault:
-        print(f"error: {fault}", file=sys.stderr)
+        print(f"error: {fault}{_remedy(str(fault), record.store_folder(place.runs, cell))}", file=sys.stderr)
         return 1
     return 0
 
