@@ -1,15 +1,15 @@
 """Run the unfinished runs of a suite, each in its own process."""
 
 import contextlib
-import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from bitgraft.backbone.files import check_name
@@ -54,7 +54,7 @@ def plan(suite: Suite, runs: Path) -> Board:
 def run_worker(suite: Suite, cell: Cell, place: Place, stop: threading.Event) -> str | None:
     """Do one run in its own process; return the error if it failed."""
     threads = str(place.threads)
-    folders = {"root": str(place.root.resolve()), "runs": str(place.runs.resolve())}
+    job = suite, cell, replace(place, root=place.root.resolve(), runs=place.runs.resolve())
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "bitgraft.paper.bench.worker"],
@@ -67,8 +67,7 @@ def run_worker(suite: Suite, cell: Cell, place: Place, stop: threading.Event) ->
         )
         with contextlib.suppress(BrokenPipeError), process:  # leaving closes its stdin, which tells it to stop
             assert process.stdin is not None
-            job = {"suite": asdict(suite), "cell": asdict(cell), **asdict(place), **folders}
-            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.write(pickle.dumps(job).hex() + "\n")
             process.stdin.flush()
             while process.poll() is None and not stop.wait(0.05):
                 pass
@@ -143,7 +142,7 @@ def adopt(source: Path, suite: Suite, runs: Path) -> None:
             refused.append(f"{known.where} ({cell}; differing: {', '.join(differing)})")
     if refused:
         raise SuiteError(
-            "some records were made with other settings: {few(refused, 3)}; remove them from {source} to "
+            f"some records were made with other settings: {few(refused, 3)}; remove them from {source} to "
             "repeat these runs, or choose other rows and data sets"
         )
     for path, known in copies.items():
