@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import shutil
 import statistics
 import sys
@@ -31,6 +30,7 @@ import torch
 
 from benchmarks.bare_server import Model
 from benchmarks.load_report import BARE, EXACT, LIT, ONE, PLAIN, TEN, ZIPF, compare, page, short
+from benchmarks.tables import between_marks
 from benchmarks.traffic import Asked, Side, get, picture, post, running, traffic
 from bitgraft.cli.predict import _right, _run, _scores
 from bitgraft.data.preprocessing import evaluation_tensor
@@ -239,10 +239,7 @@ def main() -> int:
     found["falls_short"] = short(found)
     print(page(found))
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-    text = re.sub(
-        r"(<!-- load -->\n).*?(<!-- end -->)", lambda m: m[1] + page(found) + "\n" + m[2], PAGE.read_text(), flags=re.S
-    )
-    PAGE.write_text(text)
+    PAGE.write_text(between_marks(PAGE.read_text(), "load", page(found)))
     for line in found["falls_short"]:
         print(f"falls short: {line}")
     return 1 if found["falls_short"] else 0

@@ -17,7 +17,7 @@ from images import NET, SOURCE, bitgraft, photos
 from PIL import Image
 
 from benchmarks import curve
-from bitgraft.errors import SuiteError
+from bitgraft.errors import StoppedError, SuiteError
 from bitgraft.format.inspect import inspect_file
 from bitgraft.methods import registry
 from bitgraft.network import Network
@@ -140,11 +140,15 @@ def test_a_suite_may_begin_with_another(tmp_path):
     (tmp_path / "further.toml").write_text(f'like = "mine.toml"\nname = "further"\n{own}\n')
     rows = load_suite(tmp_path / "further.toml").rows
     assert [(row.row, row.seeds) for row in rows] == [("finetune", None), ("own", (1,))]
+    (tmp_path / "unnamed.toml").write_text('[[datasets]]\ndata = "photos"\n')
+    (tmp_path / "number.toml").write_text("rows = 5\n")
     for text, said in (
         ('like = "decathlon-mimi"', "did you mean 'decathlon-mini'"),
         ("like = 3", "like is 3, not the name of a suite"),
         ('like = "decathlon-mini"\nrows = ["ful"]', "rows has 'ful', but decathlon-mini has only classifier, "),
         ('like = "self.toml"', r"self\.toml extends itself"),
+        ('like = "unnamed.toml"', r"suite unnamed\.toml: datasets is not a list of tables, each with a 'name'"),
+        ('like = "number.toml"', r"suite number\.toml: rows is not a list of tables, each with a 'row'"),
     ):
         (tmp_path / "self.toml").write_text(text)
         with pytest.raises(SuiteError, match=said):
@@ -283,13 +287,53 @@ def test_records_of_a_report_are_taken_over(place, tmp_path):
     runner.run(one, place, work=in_this_process)
     lines = tmp_path / "records.jsonl"
     lines.write_text(as_lines(read_records(place.runs), {}))
-    runner.adopt(lines, tmp_path / "elsewhere")
+    runner.adopt(lines, one, tmp_path / "elsewhere")
     assert not runner.plan(one, tmp_path / "elsewhere").left
     assert read_records(tmp_path / "elsewhere") == [
         replace(known, where=known.where.replace("/runs/head", "/elsewhere/head")) for known in read_records(place.runs)
     ]
+    other = replace(one, config={**one.config, "batch": 4})
     with pytest.raises(SuiteError, match="made with other settings"):
-        runner.plan(replace(one, config={**one.config, "batch": 4}), tmp_path / "elsewhere")
+        runner.plan(other, tmp_path / "elsewhere")
+
+
+def test_records_of_a_report_with_other_settings_are_named_by_file_and_line(place, tmp_path, capsys, monkeypatch):
+    one = small(rows=[{"row": "head", "method": "classifier"}])
+    runner.run(one, place, work=in_this_process)
+    lines = tmp_path / "records.jsonl"
+    lines.write_text(as_lines(read_records(place.runs), {}).replace('"batch":8', '"batch":4', 1))
+    with pytest.raises(SuiteError) as refused:
+        runner.adopt(lines, one, tmp_path / "elsewhere")
+    assert str(refused.value) == (
+        f"some records were made with other settings: {lines}, line 1 (head, again, seed 0; differing: batch); remove "
+        f"them from {lines} to repeat these runs, or choose other rows and data sets"
+    )
+    assert not (tmp_path / "elsewhere").exists()
+    runner.adopt(lines, one.chosen(datasets=["photos"]), tmp_path / "elsewhere")  # the other one is only reported
+    lines.write_text("".join(lines.read_text().splitlines(keepends=True)[1:]))
+    runner.adopt(lines, one, tmp_path / "once-more")
+    assert [cell.datasets for cell in runner.plan(one, tmp_path / "once-more").left] == [("again",)]
+    lines.write_text(lines.read_text().replace('"row":"head"', '"row":"../../head"'))
+    with pytest.raises(SuiteError, match=r"line 1: row and data set are used as folder names, but '\.\./\.\./head'"):
+        runner.adopt(lines, one, tmp_path / "deep" / "er")
+
+
+def test_an_interrupted_run_with_other_settings_says_what_to_do_in_bench(place):
+    """The messages of training name options of `bitgraft train`."""
+    held = small(datasets=SMALL["datasets"][:1], rows=SMALL["rows"][:1])
+    (cell,) = held.cells()
+    stopped = {"stop": lambda: (place.runs / "full" / "seed-0" / "runs" / "photos" / "run.json").exists()}
+    with pytest.raises(StoppedError):
+        worker.run_cell(held, cell, place, **stopped)
+    other = replace(held, config={**held.config, "epochs": 3})
+    fault = runner.run_worker(other, cell, place, threading.Event())
+    assert "was started with other settings (epochs was 2, is 3)" in fault
+    remedy = f"use another --runs folder, or delete {place.runs / 'full' / 'seed-0'} to start this run again)"
+    assert fault.endswith(remedy)
+
+
+def test_the_same_seed_twice_is_one_run():
+    assert len(list(small(seeds=[0, 0]).cells())) == len(list(small().chosen(seeds=[3, 3]).cells())) == 4
 
 
 def test_the_selected_epoch_is_tried_as_it_was(place):
@@ -400,6 +444,10 @@ def test_the_command(place, capsys, monkeypatch):
     assert run()[0] == 2
     assert "decathlon-mini" in run("--list")[1]
     Path("mine.toml").write_text(text.replace('data = "photos"', 'data = "nowhere"').replace('"mine"', '"other"'))
+    Path("file").touch()
+    for option, path in (("--runs", "file"), ("--runs", "file/runs"), ("--submission", "none/results.json")):
+        code, _, err = run("mine.toml", option, path)
+        assert (code, f"{option} {path}: " in err, len(err.splitlines())) == (2, True, 1)
     code, out, err = run("mine.toml", "--seeds", "0")
     assert code == 1
     assert "error: head, photos, seed 0: no data set at 'nowhere'" in err

@@ -319,6 +319,17 @@ def test_a_fault_is_one_sentence_and_nothing_is_written(tmp_path: Path, report) 
     assert (code, out) == (1, "")
     assert err == "error: --baseline nobody: neither a row of mini nor a file\n"
     assert not (tmp_path / "runs" / "report").exists()
+    (tmp_path / "file").touch()
+    code, out, err = report("--output", str(tmp_path / "file" / "report"))
+    assert (code, out) == (2, "")
+    assert f"{tmp_path / 'file'} is a file, not a folder" in err
+
+
+def test_a_baseline_without_a_score_is_refused(tmp_path: Path, report) -> None:
+    write(tmp_path / "runs", *SEVERAL, suite={"name": "mini", "form": "accuracy"})
+    code, out, err = report("--baseline", "nobody")
+    assert (code, out) == (1, "")
+    assert err == "error: --baseline nobody: mini has no score S that a baseline would change\n"
 
 
 def test_a_report_needs_neither_torch_nor_for_help_matplotlib(tmp_path: Path) -> None:

@@ -93,8 +93,11 @@ def bench(
     folder = runs or Path("runs") / "-".join(filter(None, parts))
     if submission is not None and len(chosen.rows) != 1:
         raise typer.BadParameter("--submission takes one row: name it with --rows")
+    if submission is not None and not submission.parent.is_dir():
+        raise typer.BadParameter(f"--submission {submission}: there is no folder {submission.parent}")
+    _check_folder("--runs", folder)
     if records is not None:
-        runner.adopt(records, folder)
+        runner.adopt(records, chosen, folder)
     if plan:
         board = runner.plan(chosen, folder)
         done, left = [str(cell) for cell in board.done], [str(cell) for cell in board.left]
@@ -125,6 +128,13 @@ def bench(
     if submission is not None:
         count = write_submission(chosen, root, folder, submission)
         typer.echo(f"wrote {count:,} predictions to {submission}", err=True)
+
+
+def _check_folder(option: str, path: Path) -> None:
+    """Refuse a folder that cannot be created because a file has its name, or that of a folder above it."""
+    there = next(part for part in (path, *path.parents) if part.exists())
+    if not there.is_dir():
+        raise typer.BadParameter(f"{option} {path}: {there} is a file, not a folder")
 
 
 def _words(text: str | None) -> list[str]:
@@ -166,8 +176,10 @@ def report(
         raise typer.BadParameter(
             "give either --validation or --published, not both: the paper has test accuracies only"
         )
+    out = out or usual_place(runs)
+    _check_folder("--output", out)
     what: dict[str, Any] = {"published": published, "selected": selected, "validation": validation}
-    written = write_report(runs, out or usual_place(runs), baseline=baseline, **what)
+    written = write_report(runs, out, baseline=baseline, **what)
     files = [str(file) for file in written.files]
     data = {"files": files, "tables": [table.plain() for table in written.tables]}
     show(as_json, data, *map(markdown, written.tables), "\n  ".join(["Wrote:", *files]))

@@ -3,7 +3,8 @@
 import json
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -96,14 +97,13 @@ def domain_titles() -> dict[str, str]:
 
 def read_baselines(file: Path) -> Baselines:
     """Read a TOML file with a table `errors`: the error of each domain in per cent."""
-
-    def parse(text: bytes) -> dict[str, float]:
-        errors = tomllib.loads(text.decode())["errors"]
-        if all(type(error) in (int, float) and 0 < error <= 100 for error in errors.values()):
-            return dict(errors)
-        raise ValueError("each domain needs a line such as gtsrb = 2.47 in [errors], above 0 and at most 100 per cent")
-
-    return Baselines(_read(file, "baseline errors in", parse), str(file))
+    with _reading("baseline errors in", file):
+        errors = tomllib.loads(file.read_text("utf-8"))["errors"]
+        if not all(type(error) in (int, float) and 0 < error <= 100 for error in errors.values()):
+            raise ValueError(
+                "each domain needs a line such as gtsrb = 2.47 in [errors], above 0 and at most 100 per cent"
+            )
+    return Baselines(errors, str(file))
 
 
 def read_labels(folder: Path) -> list[Labels]:
@@ -123,13 +123,11 @@ def read_labels(folder: Path) -> list[Labels]:
 
 
 def _read_labels(file: Path, domain: str) -> Labels:
-    def parse(text: bytes) -> tuple[set[int], dict[int, int], frozenset[int]]:
-        content = json.loads(text)
+    with _reading("the annotations", file):
+        content = json.loads(file.read_bytes())
         answers = {int(a["image_id"]): int(a["category_id"]) for a in content.get("annotations", ())}
         categories = frozenset(int(category["id"]) for category in content["categories"])
-        return {int(image["id"]) for image in content["images"]}, answers, categories
-
-    images, answers, categories = _read(file, "the annotations", parse)
+        images = {int(image["id"]) for image in content["images"]}
     if not images or images != set(answers):
         unlabelled = len(images - set(answers))
         raise DataError(f"{file} has no label for {unlabelled} of its {len(images)} images, so it cannot be scored")
@@ -140,7 +138,8 @@ def _read_labels(file: Path, domain: str) -> Labels:
 
 def read_submission(file: Path) -> list[tuple[int, int]]:
     """Read a submission in the challenge's format: one flat list of {"image_id", "category_id"}."""
-    entries = _read(file, "the submission", json.loads)
+    with _reading("the submission", file):
+        entries = json.loads(file.read_bytes())
     if not isinstance(entries, list):
         raise DataError(f'{file} is not a submission, a list of {{"image_id": ..., "category_id": ...}}')
     pairs = []
@@ -188,9 +187,11 @@ def _check(pairs: Sequence[tuple[int, int]], categories: Mapping[int, Collection
         )
 
 
-def _read(file: Path, what: str, parse: Callable[[bytes], Any]) -> Any:
+@contextmanager
+def _reading(what: str, file: Path) -> Iterator[None]:
+    """Report anything wrong with a file in one sentence."""
     try:
-        return parse(file.read_bytes())
+        yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as fault:
         why = f"{fault} is missing" if isinstance(fault, KeyError) else getattr(fault, "strerror", None) or fault
         raise DataError(f"cannot read {what} {file}: {why}") from fault

@@ -68,12 +68,17 @@ def _content(name: str | Path, seen: tuple[str, ...] = ()) -> dict[str, Any]:
     base = _content(Path(name).parent / like if like.endswith(".toml") else like, (*seen, like))
     merged = base | own
     for part, key in (("datasets", "name"), ("rows", "row")):
-        known = {table[key]: table for table in base.get(part, ())}
+        try:
+            known = {table[key]: table for table in base.get(part, ())}
+        except (TypeError, KeyError) as fault:
+            raise SuiteError(f"suite {like}: {part} is not a list of tables, each with a {key!r}") from fault
         wanted = merged.get(part)
         if not isinstance(wanted, list):
             continue
         if unknown := [word for word in wanted if isinstance(word, str) and word not in known]:
-            raise SuiteError(f"suite {name}: {part} has {unknown[0]!r}, but {like} has only {', '.join(known)}")
+            raise SuiteError(
+                f"suite {name}: {part} has {unknown[0]!r}, but {like} has only {', '.join(known) or 'none'}"
+            )
         merged[part] = [known[word] if isinstance(word, str) else word for word in wanted]
         if part == "rows" and isinstance(merged.get("datasets"), list):
             names = {table.get("name") for table in merged["datasets"] if isinstance(table, Mapping)}

@@ -51,21 +51,26 @@ def finished(suite: Suite, runs: Path, cell: Cell) -> list[str]:
 
 def _is_recorded(suite: Suite, cell: Cell, name: str, path: Path) -> bool:
     """Return whether there is a record; raise SuiteError if it was made with other settings."""
-    row, dataset = suite.row(cell.row), suite.dataset(name)
     try:
-        content = json.loads(path.read_text())
-        held = asdict(PAPER) | content["settings"] | current_names(content["config"])  # newer settings were off
+        differing = other_settings(suite, cell, name, json.loads(path.read_text()))
     except FileNotFoundError:
         return False
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
         raise SuiteError(f"the record {path} is damaged ({fault}); delete it to repeat the run") from fault
-    wanted = settings(suite, row, dataset) | asdict(suite.config_of(row, dataset, cell.seed))
-    if differing := [key for key, value in json.loads(json.dumps(wanted)).items() if held.get(key) != value]:
+    if differing:
         raise SuiteError(
             f"the record {path} was made with other settings ({', '.join(differing)}); use another --runs folder or "
             "delete it"
         )
     return True
+
+
+def other_settings(suite: Suite, cell: Cell, name: str, content: Mapping[str, Any]) -> list[str]:
+    """Return the settings in which a record differs from the suite's run."""
+    row, dataset = suite.row(cell.row), suite.dataset(name)
+    held = asdict(PAPER) | content.get("settings", {}) | current_names(content["config"])  # newer settings were off
+    wanted = settings(suite, row, dataset) | asdict(suite.config_of(row, dataset, cell.seed))
+    return [key for key, value in json.loads(json.dumps(wanted)).items() if held.get(key) != value]
 
 
 def of_run(result: TrainResult, clock: Clock) -> dict[str, Any]:

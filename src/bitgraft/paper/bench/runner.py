@@ -1,18 +1,21 @@
 """Run the unfinished runs of a suite, each in its own process."""
 
 import contextlib
-import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from bitgraft.paper.bench.record import finished, record_path, write_json
+from bitgraft.backbone.files import check_name
+from bitgraft.data.images import few
+from bitgraft.errors import BitgraftError, SuiteError
+from bitgraft.paper.bench.record import finished, other_settings, record_path, write_json
 from bitgraft.paper.bench.suite import Cell, Suite
 from bitgraft.paper.from_dict import from_dict
 from bitgraft.paper.report import records as report
@@ -51,7 +54,7 @@ def plan(suite: Suite, runs: Path) -> Board:
 def run_worker(suite: Suite, cell: Cell, place: Place, stop: threading.Event) -> str | None:
     """Do one run in its own process; return the error if it failed."""
     threads = str(place.threads)
-    folders = {"root": str(place.root.resolve()), "runs": str(place.runs.resolve())}
+    job = suite, cell, replace(place, root=place.root.resolve(), runs=place.runs.resolve())
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "bitgraft.paper.bench.worker"],
@@ -64,8 +67,7 @@ def run_worker(suite: Suite, cell: Cell, place: Place, stop: threading.Event) ->
         )
         with contextlib.suppress(BrokenPipeError), process:  # leaving closes its stdin, which tells it to stop
             assert process.stdin is not None
-            job = {"suite": asdict(suite), "cell": asdict(cell), **asdict(place), **folders}
-            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.write(pickle.dumps(job).hex() + "\n")
             process.stdin.flush()
             while process.poll() is None and not stop.wait(0.05):
                 pass
@@ -118,12 +120,33 @@ def run(
     return board
 
 
-def adopt(source: Path, runs: Path) -> None:
-    """Copy the records of a report (records.jsonl) into `runs`, unless it has its own; those runs count as done."""
+def adopt(source: Path, suite: Suite, runs: Path) -> None:
+    """Copy the records of a report (records.jsonl) into `runs`, unless it has its own; those runs count as done.
+
+    Raises:
+        SuiteError: records of the suite's runs were made with other settings; nothing is copied.
+    """
+    wanted = {(cell.row, cell.seed, name) for cell in suite.cells() for name in cell.datasets}
+    copies, refused = dict[Path, report.Record](), list[str]()
     for known in report.read_records(source):
-        path = record_path(runs, Cell(known.row, known.seed, (known.dataset,)), known.dataset)
-        if not path.exists():
-            write_json(path, known.content)
+        try:
+            cell = Cell(check_name(known.row), known.seed, (check_name(known.dataset),))
+        except BitgraftError as fault:
+            raise SuiteError(f"{known.where}: row and data set are used as folder names, but {fault}") from fault
+        path = record_path(runs, cell, known.dataset)
+        if path.exists():
+            continue
+        copies[path] = known
+        is_wanted = (known.row, known.seed, known.dataset) in wanted
+        if is_wanted and (differing := other_settings(suite, cell, known.dataset, known.content)):
+            refused.append(f"{known.where} ({cell}; differing: {', '.join(differing)})")
+    if refused:
+        raise SuiteError(
+            f"some records were made with other settings: {few(refused, 3)}; remove them from {source} to "
+            "repeat these runs, or choose other rows and data sets"
+        )
+    for path, known in copies.items():
+        write_json(path, known.content)
 
 
 def describe(suite: Suite, runs: Path) -> None:

@@ -101,7 +101,7 @@ class Suite:
         return next(row for row in self.rows if row.row == name)
 
     def seeds_of(self, row: Row) -> tuple[int, ...]:
-        return self.seeds if row.seeds is None else row.seeds
+        return tuple(dict.fromkeys(self.seeds if row.seeds is None else row.seeds))
 
     def config_of(self, row: Row, dataset: Dataset, seed: int) -> Config:
         """Return the preset, overridden by the suite, then the data set, then the row."""

@@ -1,10 +1,10 @@
 """Do one run of a suite in its own process: train, and write a record for each data set.
 
-`python -m bitgraft.paper.bench.worker` reads its job as one line of JSON from stdin. When stdin closes, the parent has
-gone: the worker stops after the current step, in a state that can be resumed.
+`python -m bitgraft.paper.bench.worker` reads its job from stdin, as a line of pickled bytes in hex. When stdin closes,
+the parent has gone: the worker stops after the current step, in a state that can be resumed.
 """
 
-import json
+import pickle
 import shutil
 import sys
 import threading
@@ -21,11 +21,9 @@ from bitgraft.methods import registry
 from bitgraft.network import Network
 from bitgraft.paper.bench import record
 from bitgraft.paper.bench.check import faults
-from bitgraft.paper.bench.reading import parse
 from bitgraft.paper.bench.runner import STOPPED, Place
 from bitgraft.paper.bench.submission import predicted
 from bitgraft.paper.bench.suite import Cell, Suite
-from bitgraft.paper.from_dict import from_dict
 from bitgraft.paper.parameter_counts import headless_parameters
 from bitgraft.paper.report.records import ORIGINAL
 from bitgraft.runtime.memory import keep_freed_memory
@@ -141,16 +139,22 @@ def _run_jointly(run: Run) -> None:
         run.write(name, data, record.of_run(result, clock))
 
 
+def _remedy(fault: str, folder: Path) -> str:
+    """Say what `bitgraft bench` can do about an earlier run in the folder, where the error names options of `train`."""
+    if not any(hint in fault for hint in ("--overwrite", "--store", "builds on it")):
+        return ""
+    return f" (with `bitgraft bench`: use another --runs folder, or delete {folder} to start this run again)"
+
+
 def main() -> int:
-    job, closed = json.loads(sys.stdin.readline()), threading.Event()
+    suite, cell, place = pickle.loads(bytes.fromhex(sys.stdin.readline()))
+    closed = threading.Event()
 
     def watch_stdin() -> None:
         sys.stdin.read()
         closed.set()
 
     threading.Thread(target=watch_stdin, daemon=True).start()
-    suite, cell = parse(job["suite"]), from_dict(Cell, job["cell"])
-    place = Place(Path(job["root"]), Path(job["runs"]), job["threads"], job["workers"])
     torch.set_num_threads(place.threads)
     keep_freed_memory()
     try:
@@ -158,7 +162,7 @@ def main() -> int:
     except StoppedError:
         return STOPPED
     except (BitgraftError, OSError) as fault:
-        print(f"error: {fault}", file=sys.stderr)
+        print(f"error: {fault}{_remedy(str(fault), record.store_folder(place.runs, cell))}", file=sys.stderr)
         return 1
     return 0
 

@@ -81,8 +81,8 @@ def points(results: Results, published: bool, baselines: Baselines | None) -> li
     for row in rows:
         value, params = row.total(results.datasets, combine), row.parameters(results.datasets)
         if value is not None and params is not None:
-            theirs, ours = not isinstance(row, Row), isinstance(row, Row) and row.ours
-            found.append(Point(f"{row.title} (paper)" if theirs else row.title, float(params), value, theirs, ours))
+            theirs = not isinstance(row, Row)
+            found.append(Point(f"{row.title} (paper)" if theirs else row.title, float(params), value, theirs, row.ours))
     return found
 
 

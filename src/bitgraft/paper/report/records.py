@@ -172,7 +172,9 @@ def _built(kind: type[T], content: Mapping[str, Any], where: str, what: str) -> 
 def _contents(source: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the location and the JSON object of each record or suite; record.json files win over a records.jsonl."""
     if not source.exists():
-        raise DataError(f"there is no folder or file {source}; give the run folder of `bitgraft bench`")
+        raise DataError(
+            f"there is no folder or file {source}; give the run folder of `bitgraft bench`, or a records.jsonl"
+        )
     pattern = name if holds_record_files(source) else LINES
     for file in [source] if source.is_file() else sorted(source.rglob(pattern)):
         try:

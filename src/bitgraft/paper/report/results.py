@@ -112,7 +112,7 @@ class PublishedRow:
     whole: float | None = None
     """The printed mean or total over all data sets."""
     k: Sequence[str] = ()
-    ranked = False
+    ranked = ours = False
 
     def parameters(self, datasets: Collection[str]) -> str | None:
         return self.params

@@ -140,7 +140,7 @@ def _table(
             shown = [float(cell.text) if yes else None for cell, yes in zip(made, compared, strict=True)]
             made = [replace(cell, mark=mark) for cell, mark in zip(made, marks(shown), strict=True)]
         cells.append(made)
-    ours = [isinstance(row, Row) and row.ours for row in rows]
+    ours = [row.ours for row in rows]
     lines = tuple(Line(*parts) for parts in zip(titles, zip(*cells, strict=True), ours, strict=True))
     headings = tuple(column.heading for column in columns)
     return Table(name, caption(results, what), "Method", headings, lines, tuple(notes(results, paper)))

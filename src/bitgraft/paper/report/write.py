@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bitgraft.backbone.files import write_atomically
+from bitgraft.errors import DataError
 from bitgraft.paper.figures import as_svg, rendered
 from bitgraft.paper.report import figures
 from bitgraft.paper.report.records import LINES, as_lines, holds_record_files, read_records, read_suites
@@ -46,6 +47,8 @@ def write_report(
     """Write report.md, report.tex, report.html, the figures, and records.jsonl."""
     records, suites = read_records(source), read_suites(source)
     grids = gather(records, suites, selected, validation)
+    if baseline is not None and all(grid.form != "decathlon" for grid in grids):
+        raise DataError(f"--baseline {baseline}: {grids[0].suite.name} has no score S that a baseline would change")
     can_draw = find_spec("matplotlib") is not None
     made: list[Table] = []
     captions: dict[str, str] = {}
