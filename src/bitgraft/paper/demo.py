@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -25,9 +26,8 @@ from bitgraft.data.splits import open_data
 from bitgraft.format.inspect import inspect_file
 from bitgraft.methods.registry import preset_options
 from bitgraft.network import Network
-from bitgraft.paper.demo_page import Answer, Findings, Row, Shown, results_table, write
+from bitgraft.paper.demo_page import SIZES, Answer, Findings, Row, Shown, results_table, write
 from bitgraft.paper.figures import check_installed
-from bitgraft.paper.report.render import markdown
 from bitgraft.runtime.heads import stated_preprocessing
 from bitgraft.store import Backbone, Store
 from bitgraft.training.callbacks import Callback
@@ -161,7 +161,13 @@ def _show(store: Store, net: Network, fresh: Network, data: str, splits: Splits)
 
 
 def _print(found: Findings, store: Store, console: Console) -> None:
-    console.print(f"\n{markdown(results_table(found))}", markup=False, soft_wrap=True)
+    results, drawn = results_table(found), Table(title="accuracy on held-out images, and size on disk")
+    for column in (results.corner, *results.headings):
+        drawn.add_column(column, justify="left" if column in ("data", "method") else "right")
+    for line in results.lines:
+        drawn.add_row(line.title, *(cell.text for cell in line.cells))
+    console.print(drawn)
+    console.print(SIZES)
     console.print(f"ImageNet scores of the backbone before and after: {'bit-identical' if found.same else 'CHANGED'}")
     for shown in found.shown.values():
         same = "bit-identical" if shown.same else "DIFFERENT"
