@@ -39,6 +39,7 @@ class Task(nn.Module):
         self.preset = "default"  # where `fit` takes its settings from
         self.holds_statistics = False  # norm layers use and keep their running statistics in training, too
         self.description: Description | None = None  # of the task's images, to identify them
+        self.earlier: tuple[Task, ...] = ()  # those that this one builds on; a tuple, so they are not submodules
         self.is_compact = False  # rounded for a small file (`bitgraft.compact`)
         self.revision = 0  # incremented when tensors are replaced, rather than written to
         self.train_forwards = 0  # forward passes with gradients, after which an optimizer may have written
@@ -116,7 +117,8 @@ class Task(nn.Module):
     def sources(self) -> list[Tensor]:
         """Return the task's tensors that `tensors()` depends on. A write to one of them makes its result stale."""
         used = [t for n, t in self.owned.items() if self.input_means or t.dtype != self.anatomy.tensor(n).dtype]
-        return [*self.parameters(), *self._transforms.buffers(), *used]
+        borrowed = [buffer for task in self.earlier for buffer in task._transforms.buffers()]
+        return [*self.parameters(), *self._transforms.buffers(), *used, *borrowed]
 
     def roles(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield each trainable parameter with its role, which sets its learning rate.
