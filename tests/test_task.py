@@ -14,6 +14,8 @@ from bitgraft.training import cpu
 from bitgraft.training.callbacks import Callback
 from bitgraft.training.presets import preset
 
+PIGGYBACK = {"k0": 0.0, "k1": 0.0, "k2": 0.0, "k3": 1.0, "threshold": 5e-3, "init": (1e-2, 1e-2)}
+
 
 def network(**options) -> Network:
     net = Network(tiny())
@@ -156,6 +158,24 @@ def test_a_state_of_another_backbone_or_an_older_one_is_refused(tmp_path):
         fresh.tasks["t"].load_state_dict({**seen.state, "_input_means.·elsewhere·weight": torch.zeros(1)})
     with pytest.raises(RuntimeError, match="_extra_state"):
         fresh.tasks["t"].load_state_dict({n: t for n, t in seen.state.items() if "_extra_state" not in n})
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "odd"),
+    [
+        ({"method": "lora", "alpha": 8}, {"method": "lora", "alpha": 16}, "alpha=8, .* it is 16"),
+        ({"k0": 1.0}, {"k0": "learn", "k3": 0.0}, "k0=1.0, .* it is 'learn'"),  # two rows of k, for other k
+        ({"threshold": 0.0}, {"threshold": 1.5e-4}, "threshold=0.0"),
+        ({"method": "piggyback-bn"}, {"method": "full", **PIGGYBACK}, "method='piggyback-bn'"),
+    ],
+)
+def test_a_state_of_another_method_or_other_options_is_refused(ours, theirs, odd):
+    one, other = network(preset=None, **ours), network(preset=None, **theirs)
+    learn(other, "t", batch())
+    before = run(one, batch(), task="t")
+    with pytest.raises(TaskError, match=odd):
+        one.load_state_dict(other.state_dict())
+    assert torch.equal(run(one, batch(), task="t"), before)
 
 
 def test_a_task_says_what_it_is():

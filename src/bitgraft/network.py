@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bitgraft.backbone.anatomy import read_anatomy
+from bitgraft.backbone.files import check_name
 from bitgraft.backbone.tracing import logits
 from bitgraft.backbone.weight_files import write_weights
 from bitgraft.errors import TaskError, UnknownTaskError
@@ -22,7 +23,7 @@ from bitgraft.runtime.identify import decision
 from bitgraft.runtime.module_cache import ModuleCache
 from bitgraft.runtime.new_task import loaded_task, new_task, plain_task
 from bitgraft.runtime.task_module import TaskModule
-from bitgraft.task import Task, check_name, dotless, dotted
+from bitgraft.task import Task, dotless, dotted
 
 
 class Network(nn.Module):

@@ -1,8 +1,9 @@
 """A task: its metadata, and the tensors that replace the backbone's."""
 
 import functools
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor, nn
 from torch.amp.autocast_mode import is_autocast_available
 
 from bitgraft.backbone.anatomy import Anatomy
-from bitgraft.backbone.files import check_name as check_name
 from bitgraft.errors import TaskError
 from bitgraft.transforms.base import Transform, rms, widened
 from bitgraft.transforms.levels import Levels, fit_cells_to_file
@@ -39,6 +39,7 @@ class Task(nn.Module):
         self.preset = "default"  # where `fit` takes its settings from
         self.holds_statistics = False  # norm layers use and keep their running statistics in training, too
         self.description: Description | None = None  # of the task's images, to identify them
+        self.earlier: tuple[Task, ...] = ()  # those that this one builds on; a tuple, so they are not submodules
         self.is_compact = False  # rounded for a small file (`bitgraft.compact`)
         self.revision = 0  # incremented when tensors are replaced, rather than written to
         self.train_forwards = 0  # forward passes with gradients, after which an optimizer may have written
@@ -116,7 +117,8 @@ class Task(nn.Module):
     def sources(self) -> list[Tensor]:
         """Return the task's tensors that `tensors()` depends on. A write to one of them makes its result stale."""
         used = [t for n, t in self.owned.items() if self.input_means or t.dtype != self.anatomy.tensor(n).dtype]
-        return [*self.parameters(), *self._transforms.buffers(), *used]
+        buffers = [buffer for task in (self, *self.earlier) for buffer in task._transforms.buffers()]
+        return [*self.parameters(), *buffers, *used]
 
     def roles(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield each trainable parameter with its role, which sets its learning rate.
@@ -210,12 +212,11 @@ class Task(nn.Module):
 
     def prune(self, share: float) -> "Task":
         """Release the smallest `share` of the weights that this task owns in each layer (PackNet)."""
-        prunable = [t for t in self.transforms.values() if isinstance(t, Packed)]
-        if not prunable:
-            raise TaskError(f"task {self.name!r} has method {self.metadata.method!r}, which has nothing to prune")
         if not 0 <= share < 1:
             raise TaskError(f"prune({share}): the share must be at least 0 and below 1")
-        for transform in prunable:
+        if not (packed := [t for t in self.transforms.values() if isinstance(t, Packed)]):
+            raise TaskError(f"task {self.name!r} has method {self.metadata.method!r}, which has nothing to prune")
+        for transform in packed:
             transform.prune(share)
         return self
 
@@ -239,13 +240,24 @@ class Task(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Allocate the input means that the state holds, since this task may have none, or others."""
+        super()._load_from_state_dict(state_dict, prefix, *args)
         start = f"{prefix}_input_means."
         means = {dotted(key.removeprefix(start)): mean for key, mean in state_dict.items() if key.startswith(start)}
         if means or any(key.startswith(f"{prefix}_owned.") for key in state_dict):
             known = {name: self.anatomy.tensor(name).device for name in means if name in self.anatomy.weights}
             self.correct_mean_shift({n: torch.empty_like(means[n], device=device) for n, device in known.items()})
         self.revision += 1  # load_state_dict(assign=True) replaces tensors
-        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def get_extra_state(self) -> Tensor:
+        """Store the method and its options, which change what the same tensors mean, as JSON in a tensor."""
+        stated = {**self.metadata.options, "method": self.metadata.method}
+        return torch.frombuffer(bytearray(json.dumps(stated, default=str).encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        ours, theirs = (json.loads(bytes(stated.tolist())) for stated in (self.get_extra_state(), state))
+        for name, value in ours.items():
+            if (there := theirs.get(name)) != value:
+                raise TaskError(f"task {self.name!r} has {name}={value!r}, but in this state dict it is {there!r}")
 
     def extra_repr(self) -> str:
         count = "no" if self.classes is None else len(self.classes)
@@ -255,14 +267,10 @@ class Task(nn.Module):
 @contextmanager
 def evaluating(*tasks: Task) -> Iterator[None]:
     """Put tasks into evaluation mode, until the end."""
-    training = [task for task in tasks if task.training]
-    for task in training:
-        task.eval()
-    try:
+    with ExitStack() as stack:
+        for task in [task for task in tasks if task.training]:
+            stack.callback(task.eval().train)
         yield
-    finally:
-        for task in training:
-            task.train()
 
 
 @functools.lru_cache(maxsize=1 << 16)

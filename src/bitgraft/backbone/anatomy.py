@@ -103,13 +103,9 @@ class Anatomy:
         """The device of the first tensor."""
         return self.tensor(next(iter(self.places))).device
 
-    @cached_property
-    def _head_names(self) -> list[str]:
-        return _held_by(self.heads, self.places)
-
     def head_names(self) -> list[str]:
         """Return the names of the tensors that only the head holds."""
-        return list(self._head_names)
+        return _held_by(self.heads, self.places)
 
     @cached_property
     def norm_of(self) -> dict[str, str]:

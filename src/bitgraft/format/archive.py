@@ -21,6 +21,7 @@ from bitgraft.task import Task
 from bitgraft.transforms.base import COUNTER
 from bitgraft.transforms.bits import is_finite, packed_size
 from bitgraft.transforms.levels import Levels
+from bitgraft.transforms.packed import Packed
 
 PACKED = {"mask", "free"}  # parts with one bit per weight
 
@@ -57,13 +58,16 @@ def pack_task(task: Task, backbone: str) -> Archive:
     for weight, transform in transforms.items():
         learned = ((part, tensor) for part, tensor in transform.named_parameters() if not tensor.is_meta)
         _refuse_odd(task.name, (f"{weight}:{part}" for part, tensor in learned if not is_finite(tensor)))
+        if isinstance(transform, Packed):
+            _refuse_changed(task, weight)
         tensors |= {f"{weight}:{part}": tensor for part, tensor in transform.parts().items()}
     tensors = {key: tensor for key, tensor in tensors.items() if not key.endswith(COUNTER)}
     if task.head is not None:
         tensors |= {f"{HEAD}{name}": tensor for name, tensor in task.head.state_dict().items()}
     is_compact = task.is_compact or any(isinstance(transform, Levels) for transform in transforms.values())
+    depends_on = {earlier.name: content_hash(pack_task(earlier, "")) for earlier in task.earlier}
     return Archive(
-        metadata=task.metadata,
+        metadata=replace(task.metadata, depends_on=depends_on),
         backbone=backbone,
         head_layer=task.anatomy.head,
         shapes={name: tuple(task.anatomy.tensor(name).shape) for name in transforms},
@@ -114,6 +118,21 @@ def _refuse_odd(task: str, odd: Iterable[str]) -> None:
         raise TaskError(
             f"task {task!r} is not saved: {key!r} has a NaN or an infinite value; "
             "train it again, at lower rates if it diverged"
+        )
+
+
+def _refuse_changed(task: Task, weight: str) -> None:
+    """Refuse to save a PackNet task that was trained with other weights than those in the earlier tasks' files."""
+    chain, one = list[Packed](), task
+    while isinstance(transform := one.transforms.get(weight), Packed):
+        chain.append(transform)
+        if not one.earlier:
+            break
+        one = one.earlier[0]
+    if len(chain) > 1 and not chain[0].builds_on(chain[1], chain[-1], task.anatomy.tensor(weight)):
+        raise TaskError(
+            f"task {task.name!r} is not saved: the earlier task {task.earlier[0].name!r} has changed since "
+            f"{task.name!r} was trained; load the earlier one's own state again"
         )
 
 

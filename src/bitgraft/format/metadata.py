@@ -36,7 +36,8 @@ class Metadata:
     classes: tuple[str, ...] | None = None
     preprocessing: Mapping[str, Any] = field(default_factory=dict)
     depends_on: Mapping[str, str] = field(default_factory=dict)
-    """Earlier tasks that this one needs (PackNet, borrowed masks), in order, each with its content hash."""
+    """Earlier tasks that this one needs (PackNet, borrowed masks), in order, each with its content hash: the
+    one in the file or, for a new task, that when it was added. A save computes it again."""
 
 
 @dataclass(frozen=True)

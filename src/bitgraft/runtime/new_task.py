@@ -54,6 +54,7 @@ def new_task(
         depends_on={task.name: dependencies.content_hash(task) for task in earlier},
     )
     task = Task(metadata, anatomy, transforms, {**owned, **tensors}, module)
+    task.earlier = tuple(earlier)
     task.preset = preset or "default"
     if start_task is not None:
         _start_from(task, start_task)
@@ -108,5 +109,6 @@ def loaded_task(
     earlier = dependencies.find(filed.metadata, tasks)
     filed = archive.rename_dependencies(filed, [task.name for task in earlier])
     task = restore.restore_task(filed, anatomy, [task.transforms for task in earlier], head)
+    task.earlier = tuple(earlier)
     dependencies.freeze(earlier)
     return task

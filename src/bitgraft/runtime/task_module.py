@@ -118,8 +118,8 @@ class TaskModule:
     def _sync(self) -> None:
         """Follow changes of mode, replaced task tensors, and a backbone that was moved or written to."""
         task, backbone = self.task, self.task.anatomy.tensors()
-        mode = (task.training, task.holds_statistics, torch.is_grad_enabled(), task.revision)
-        if self._mode == mode and self._backbone.matches(backbone.values()):
+        mode = (task.training, task.holds_statistics, torch.is_grad_enabled())
+        if self._mode == (*mode, *_revisions(task)) and self._backbone.matches(backbone.values()):
             return
         self._grad = torch.is_grad_enabled()
         self.module.train(task.training)
@@ -131,7 +131,7 @@ class TaskModule:
             if task.training:
                 task.match_statistics()
             self._share(backbone)
-        self._mode = (*mode[:-1], task.revision)
+        self._mode = (*mode, *_revisions(task))
         self._backbone, self._computed = Snapshot(backbone.values()), None
 
     def _share(self, backbone: Mapping[str, Tensor]) -> None:
@@ -184,6 +184,10 @@ class TaskModule:
 
         for name, tensor in learned.items():
             tensor.register_hook(partial(drop, name, weakref.ref(tensor)))  # type: ignore[no-untyped-call]
+
+
+def _revisions(task: Task) -> list[int]:
+    return [one.revision for one in (task, *task.earlier)]
 
 
 def _replaced(task: Task) -> set[str]:

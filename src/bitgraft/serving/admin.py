@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 
+from bitgraft.backbone.files import check_name
 from bitgraft.serving.access import is_authorized
 from bitgraft.serving.engine import Service
 from bitgraft.serving.examples import CANARY, CHANGED, REMOVED, TASK_FILE, example
@@ -15,7 +16,6 @@ from bitgraft.serving.http_error import HttpError
 from bitgraft.serving.uploads import Uploads
 from bitgraft.serving.versions import Versions
 from bitgraft.store import Store
-from bitgraft.task import check_name
 
 OFF = "tasks cannot be changed over HTTP: start the service with --admin-key-file"
 NO_KEY = "changing tasks needs an admin key: send it as X-API-Key, or as Authorization: Bearer KEY"

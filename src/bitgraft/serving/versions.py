@@ -18,10 +18,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bitgraft.backbone.files import PART, sweep_parts, write_atomically
+from bitgraft.backbone.files import PART, check_name, sweep_parts, write_atomically
 from bitgraft.serving.http_error import HttpError
 from bitgraft.store import SUFFIX, Store
-from bitgraft.task import check_name
 
 CANARY, PREVIOUS, LOCK = "canary", "previous", ".lock"
 

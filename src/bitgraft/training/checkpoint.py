@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from bitgraft.backbone.files import write_atomically
-from bitgraft.errors import TrainingError
+from bitgraft.errors import TaskError, TrainingError
 from bitgraft.training.config import Config
 from bitgraft.training.learner import Learner, Values
 from bitgraft.training.processes import random_state, set_random_state
@@ -127,7 +127,7 @@ def load(path: Path, settings: Mapping[str, Any], learner: Learner) -> State:
         )
     try:
         learner.restore(learned)
-    except RuntimeError as cause:  # load_state_dict: other keys or shapes
+    except (RuntimeError, TaskError) as cause:  # load_state_dict: other keys, shapes or options
         raise TrainingError(
             f"the run in {path.parent} was started with another method, other options or other classes: add the task "
             "as it was added then, or start without resuming"

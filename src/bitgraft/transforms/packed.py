@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from bitgraft.errors import CorruptError, TaskError
-from bitgraft.transforms.base import Transform, Weight, check_parts, strided_like
+from bitgraft.transforms.base import Transform, Weight, check_parts, strided_like, widened
 from bitgraft.transforms.bits import pack, packed_size, unpack
 
 
@@ -41,6 +41,14 @@ class Packed(Transform):
     def left(self) -> Tensor:
         """Return the mask of weights that the next task may train."""
         return self.free & ~self.own
+
+    def builds_on(self, previous: "Packed", first: "Packed", weight: Tensor) -> bool:
+        """Return whether `frozen` is still the previous task's W~.
+
+        The backbone's own weights, where the first task found nothing free, may have been rounded since.
+        """
+        differs = self.frozen != previous.forward(widened(weight.detach()))
+        return torch.equal(self.free, previous.left()) and not bool((differs & first.free).any())
 
     @torch.no_grad()
     def prune(self, share: float) -> None:
