@@ -234,6 +234,35 @@ def test_a_bundle_with_one_k_per_channel_and_no_bias():
     assert torch.allclose(torch.from_numpy(given), reference(net, "a", batch(2), 3), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("names", [["a"], ["a", "b"]])
+def test_half_precision(names):
+    net = Network(tiny())
+    for name, classes in (("a", 2), ("b", 3)):
+        taught(net.backbone, classes=classes, name=name, net=net)
+    net.half()
+    images = batch(5).half()
+    expected = run(net, images, task="a")
+    several = len(names) > 1
+    data = bundle.bundle_bytes(net, names) if several else onnx_file.onnx_bytes(Subject(net, "a"))
+    feed = {"images": images.numpy()} | ({"task": torch.tensor([0]).numpy()} if several else {})
+    given = torch.from_numpy(onnxruntime.InferenceSession(data).run(None, feed)[0])
+    assert torch.allclose(given[:, :2].float(), expected.float(), rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
+    assert given[:, 2:].tolist() == [[pytest.approx(bundle.PADDING)] * several] * 5
+    assert torch.equal(
+        run(torch.export.load(io.BytesIO(plain.program_bytes(Subject(net, "a")))).module(), images), expected
+    )
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b"]])
+def test_a_type_that_onnxruntime_cannot_run_is_one_sentence(names):
+    net = Network(tiny())
+    for name in ("a", "b"):
+        taught(net.backbone, name=name, net=net)
+    net.bfloat16()
+    with pytest.raises(ExportError, match=r"onnxruntime cannot run .*try --format torch-export"):
+        bundle.bundle_bytes(net, names) if len(names) > 1 else onnx_file.onnx_bytes(Subject(net, "a"))
+
+
 @pytest.fixture
 def store(tmp_path):
     backbone = Backbone("test_resnet", pretrained=False)

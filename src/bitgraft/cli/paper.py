@@ -93,6 +93,8 @@ def bench(
     folder = runs or Path("runs") / "-".join(filter(None, parts))
     if submission is not None and len(chosen.rows) != 1:
         raise typer.BadParameter("--submission takes one row: name it with --rows")
+    if folder.exists() and not folder.is_dir():
+        raise typer.BadParameter(f"--runs {folder}: this is a file, not a folder")
     if records is not None:
         runner.adopt(records, folder)
     if plan:

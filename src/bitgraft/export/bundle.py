@@ -84,7 +84,7 @@ class Bundle(nn.Module):
         self.register_buffer("classes", torch.tensor(counts))
         self.register_buffer("columns", torch.arange(max(counts)))
         self.masks = nn.ModuleDict()
-        self.owned: list[str] = []
+        self.owned: dict[str, torch.dtype] = {}  # learned tensors are float32 whatever the network's dtype
         for name in anatomy.places:
             base, transforms = anatomy.tensor(name).detach(), [task.transforms.get(name) for task in tasks]
             if any(transform is not None for transform in transforms):
@@ -93,13 +93,13 @@ class Bundle(nn.Module):
                 tensors = [task.owned.get(name, base).detach() for task in tasks]
                 stack = pad_sequence(tensors, batch_first=True) if name in head else torch.stack(tensors)
                 self.register_buffer(f"owned:{dotless(name)}", stack)
-                self.owned.append(name)
+                self.owned[name] = base.dtype
 
     def forward(self, images: Tensor, task: Tensor) -> Tensor:
         tensors = {dotted(key): masks(task) for key, masks in self.masks.items()}
-        for name in self.owned:
-            tensors[name] = self.get_buffer(f"owned:{dotless(name)}").index_select(0, task).squeeze(0)
-        scores = logits(functional_call(self.backbone, tensors, (images,)))
+        for name, dtype in self.owned.items():
+            tensors[name] = self.get_buffer(f"owned:{dotless(name)}").index_select(0, task).squeeze(0).to(dtype)
+        scores = logits(functional_call(self.backbone, tensors, (images,))).float()  # half precision has no -1e30
         return torch.where(self.columns < self.classes.index_select(0, task), scores, PADDING)
 
 
@@ -133,4 +133,5 @@ class _Masks(nn.Module):
         bits = (packed & self.places).to(torch.bool).reshape(-1)[: self.base.numel()]
         mask = bits.reshape(self.shape).to(self.base.dtype)
         k0, k1, k2, k3 = (k.reshape(self.channel) for k in self.k.index_select(0, task).squeeze(0).unbind(0))
-        return (k0 * self.base + k1 + k2 * mask + k3 * self.base * mask).reshape(self.weight.shape)
+        changed = k0 * self.base + k1 + k2 * mask + k3 * self.base * mask  # float32 at least
+        return changed.to(self.base.dtype).reshape(self.weight.shape)

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 from bitgraft.backbone.files import write_atomically
-from bitgraft.backbone.tracing import logits
 from bitgraft.data.dataset import ImageDataset
 from bitgraft.data.devkit import submission
 from bitgraft.data.images import Images
@@ -18,6 +17,7 @@ from bitgraft.paper.bench.record import store_folder
 from bitgraft.paper.bench.suite import Cell, Suite
 from bitgraft.paper.report.records import ORIGINAL
 from bitgraft.store import Store
+from bitgraft.workflows.prediction import torch_scores
 from bitgraft.workflows.train_task import preprocessing_for
 
 
@@ -50,10 +50,9 @@ def write_submission(suite: Suite, root: Path, runs: Path, path: Path) -> int:
     return len(rows)
 
 
-@torch.no_grad()
 def predicted(net: Network, task: str, images: Images, preprocessing: Preprocessing, workers: int = 0) -> list[int]:
     """Return the predicted class of each image."""
     data = ImageDataset(images, preprocessing)
     loader = torch.utils.data.DataLoader(data, batch_size=128, num_workers=workers)
     net.eval()
-    return [label for part, _ in loader for label in logits(net(part, task=task)).argmax(1).tolist()]
+    return [label for part, _ in loader for label in torch_scores(net, task, part).argmax(1).tolist()]
