@@ -16,7 +16,7 @@ from bitgraft.paper.bench.reading import load_suite
 from bitgraft.store import Backbone
 from bitgraft.training.presets import preset
 from bitgraft.workflows.prediction import torch_scores
-from bitgraft.workflows.train_task import Request, TrainData, open_store, preprocessing_for, train
+from bitgraft.workflows.train_task import Request, open_store, preprocessing_for, train
 
 BATCH = 64
 MOST = {"val": 100, "test": 200}  # images per domain that every task runs on
@@ -116,7 +116,7 @@ class Collection:
             splits = self.open(name)
             if task not in self.store.names():
                 request = Request(task, task, "full", self.config.changed(steps=steps), describe=False)
-                train(self.store, self.net, request, data=TrainData(some_classes(splits, classes), []))
+                train(self.store, self.net, request, data=some_classes(splits, classes))
             elif task not in self.net.tasks:
                 self.store.load(self.net, task)
             self.net.eval()

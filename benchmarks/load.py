@@ -32,7 +32,8 @@ from benchmarks.bare_server import Model
 from benchmarks.load_report import BARE, EXACT, LIT, ONE, PLAIN, TEN, ZIPF, compare, page, short
 from benchmarks.tables import between_marks
 from benchmarks.traffic import Asked, Side, get, picture, post, running, traffic
-from bitgraft.cli.predict import _right, _run, _scores
+from bitgraft.cli.images import read
+from bitgraft.cli.predict import BATCH, _right, _scores
 from bitgraft.data.preprocessing import evaluation_tensor
 from bitgraft.data.splits import open_data
 from bitgraft.export.onnx_file import onnx_bytes
@@ -201,9 +202,16 @@ def over_files(folder: Path, on: Subjects, count: int, rounds: int) -> dict[str,
         for start in range(0, count, 8):
             model.scores([model.pixels(path) for path in paths[start : start + 8]]).argmax(1)
 
+    def predict() -> None:
+        prepare = partial(evaluation_tensor, preprocessing=preprocessing_of(net, task))
+        scores = _scores(net, task, "auto", count)
+        for batch in read([str(path) for path in paths], prepare, BATCH, {}):
+            for row in probabilities(net, scores(torch.stack(list(batch.values())))):
+                best(row, None, 5)
+
     work: dict[str, Callable[[], Any]] = {
         "loop": loop,
-        "predict": lambda: list(_run(net, task, [str(path) for path in paths], 5, "auto", {})),
+        "predict": predict,
         "eval": lambda: _right(net, task, images, 128, 0, _scores(net, task, "auto", count)),
     }
     speeds: dict[str, list[float]] = {name: [] for name in work}

@@ -150,6 +150,7 @@ def test_params_of_the_paper(bitgraft) -> None:
         (["anatomy", "wrn-10-1", "--nope"], 2, "there is no option --nope"),
         (["train", "photos", "--task", "t", "--device", "cuda"], 2, "there is no option --device; see"),  # not --resize
         (["bench", "decathlon-mini", "--root", "nowhere"], 2, "--root nowhere: there is no such folder"),
+        (["bench", "decathlon-mini", "--plan", "--runs", __file__], 2, "is a file, not a folder"),
         (["anatomy", "wrn-10-1", "--heda", "fc"], 2, "did you mean --head? see `bitgraft anatomy --help`"),
         (["anatomy", "wrn-10-1", "more"], 2, "unexpected argument: more"),
         (["nope"], 2, "there is no command nope; see `bitgraft --help`"),

@@ -142,6 +142,41 @@ def test_eval_names_an_unreadable_image(run, tmp_path):
         assert "test/red/1.png" in err
 
 
+def test_commands_in_half_precision(run, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for dtype in ("half", "bfloat16"):
+        (tmp_path / f"in_{dtype}.py").write_text(
+            f"import own_net\n\ndef build():\n    return own_net.build().{dtype}()\n"
+        )
+        common = ("--backbone", f"in_{dtype}:build", "--size", "16", "--batch", "8", "--epochs", "1")
+        store = ("--store", str(tmp_path / dtype))
+        assert run("train", "photos", "--task", "colours", *common, *store)[0] == 0
+        for command in (["eval", "photos", "--task", "colours", "--union"], ["identify", "photos/test/red/0.png"]):
+            code, _, err = run(*command, *store)
+            assert (code, err) == (0, "")
+
+
+def test_an_unreadable_image_is_one_sentence_with_workers_as_well(run, tmp_path):
+    shutil.copytree("photos", tmp_path / "photos")
+    for part in ("train", "test"):
+        (tmp_path / "photos" / part / "red/1.png").write_bytes(b"nonsense")
+    before = Path("bitgraft-store/colours.safetensors").read_bytes()
+    data = str(tmp_path / "photos")
+    for command in (["describe", "colours", data], ["eval", data, "--task", "colours", "--union"]):
+        for workers in ("0", "1"):
+            code, out, err = run(*command, "--workers", workers)
+            assert (code, out, err.count("\n")) == (1, "", 1)
+            assert "1.png: it is not an image that PIL knows" in err
+    assert Path("bitgraft-store/colours.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("more", [["--by-class"], ["--engine", "onnxruntime"]])
+def test_the_union_takes_no_option_that_it_would_ignore(run, more):
+    code, out, err = run("eval", "photos", "--task", "colours", "--union", *more)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "--union takes neither --by-class nor --engine onnxruntime" in err
+
+
 def test_predict_gives_what_the_network_gives(run):
     code, out, err = run("predict", SHOT, "--task", "colours", "--json", "--top", "2")
     assert (code, err) == (0, "")

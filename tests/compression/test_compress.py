@@ -303,6 +303,19 @@ def test_calibration_brings_answers_nearer_and_leaves_the_head(net):
     assert list(net.tasks) == ["first", "small"]
 
 
+@pytest.mark.parametrize("calibrate_on", ["drawings", None])
+def test_a_network_in_half_precision_is_distilled(net, calibrate_on, monkeypatch):
+    monkeypatch.setattr("bitgraft.compression.drawings.COUNT", 8)
+    state = finetuned(net)
+    net.half()
+    config = CALIBRATION.changed(steps=1, batch=4)
+    made = compress(
+        net, "small", state, calibrate_on=calibrate_on or images(), config=config, preprocessing={"size": 8}
+    )
+    assert made.warnings == []
+    assert np.isfinite(made.history[-1]["train_loss"])
+
+
 def test_a_fault_in_calibration_leaves_no_half_made_task(net):
     class Broken(TensorDataset):
         def __getitem__(self, index):
@@ -514,6 +527,7 @@ def test_data_of_other_classes_calibrates_but_does_not_measure(command, tmp_path
         ("source/colors --task t --store source", 1, "has no task 'colors'; it has "),
         ("missing.pth --task t --store source", 1, "cannot read the weights missing.pth"),
         ("bare.safetensors --task t --store source --classes a,b", 1, "has 3 outputs, but 2 classes were given"),
+        ("bare.safetensors --task t --store source --classes photos/test/red/0.png", 2, "cannot be read as text"),
         ("bare.safetensors --task t --store new --backbone own_net:other", 1, "have a different shape"),
         ("bare.safetensors --task t --store source --backbone own_net:other", 1, "holds the tasks of one backbone"),
         ("source/colours --task t --store source --size 16", 1, "leave out --size"),

@@ -20,7 +20,7 @@ from torch import nn
 
 from bitgraft import Network, __version__
 from bitgraft.errors import ExportError
-from bitgraft.export import bundle, onnx_file, plain
+from bitgraft.export import onnx_file, plain
 from bitgraft.export.plain import Subject
 from bitgraft.store import Backbone, Store
 from bitgraft.transforms.bits import pack
@@ -169,7 +169,7 @@ def test_a_network_that_cannot_be_traced():
 
 def reference(net: Network, name: str, images: torch.Tensor, width: int) -> torch.Tensor:
     scores = run(net, images, task=name)
-    return torch.cat([scores, torch.full((len(scores), width - scores.shape[1]), bundle.PADDING)], 1)
+    return torch.cat([scores, torch.full((len(scores), width - scores.shape[1]), onnx_file.PADDING)], 1)
 
 
 def test_one_file_holds_many_tasks(tmp_path):
@@ -178,7 +178,7 @@ def test_one_file_holds_many_tasks(tmp_path):
     for name, (method, classes) in plan.items():
         taught(net.backbone, method=method, classes=classes, name=name, net=net)
     before = {name: (tensor.clone(), tensor.requires_grad) for name, tensor in net.backbone.named_parameters()}
-    data = bundle.bundle_bytes(net, list(plan))
+    data = onnx_file.bundle_bytes(net, list(plan))
     for name, tensor in net.backbone.named_parameters():
         assert torch.equal(tensor, before[name][0])
         assert tensor.requires_grad == before[name][1]
@@ -211,7 +211,7 @@ def test_tasks_that_cannot_share_a_file(method, size, said):
     net = taught(tiny(), name="a")
     taught(net.backbone, 3, size, size, method=method, name="b", net=net)
     with pytest.raises(ExportError, match=said):
-        bundle.bundle_bytes(net, ["a", "b"])
+        onnx_file.bundle_bytes(net, ["a", "b"])
 
 
 def test_a_bundle_with_one_k_per_channel_and_no_bias():
@@ -229,9 +229,38 @@ def test_a_bundle_with_one_k_per_channel_and_no_bias():
     for name, classes, options in (("a", 2, {"per": "channel"}), ("b", 3, {})):
         net.add_task(name, classes=classes, preprocessing=SIZE, **options)
         learn(net, name, batch())
-    session = onnxruntime.InferenceSession(bundle.bundle_bytes(net.eval(), ["a", "b"]))
+    session = onnxruntime.InferenceSession(onnx_file.bundle_bytes(net.eval(), ["a", "b"]))
     (given,) = session.run(None, {"images": batch(2).numpy(), "task": torch.tensor([0]).numpy()})
     assert torch.allclose(torch.from_numpy(given), reference(net, "a", batch(2), 3), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b"]])
+def test_half_precision(names):
+    net = Network(tiny())
+    for name, classes in (("a", 2), ("b", 3)):
+        taught(net.backbone, classes=classes, name=name, net=net)
+    net.half()
+    images = batch(5).half()
+    expected = run(net, images, task="a")
+    several = len(names) > 1
+    data = onnx_file.bundle_bytes(net, names) if several else onnx_file.onnx_bytes(Subject(net, "a"))
+    feed = {"images": images.numpy()} | ({"task": torch.tensor([0]).numpy()} if several else {})
+    given = torch.from_numpy(onnxruntime.InferenceSession(data).run(None, feed)[0])
+    assert torch.allclose(given[:, :2].float(), expected.float(), rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
+    assert given[:, 2:].tolist() == [[pytest.approx(onnx_file.PADDING)] * several] * 5
+    assert torch.equal(
+        run(torch.export.load(io.BytesIO(plain.program_bytes(Subject(net, "a")))).module(), images), expected
+    )
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b"]])
+def test_a_type_that_onnxruntime_cannot_run_is_one_sentence(names):
+    net = Network(tiny())
+    for name in ("a", "b"):
+        taught(net.backbone, name=name, net=net)
+    net.bfloat16()
+    with pytest.raises(ExportError, match=r"onnxruntime cannot run .*try --format torch-export"):
+        onnx_file.bundle_bytes(net, names) if len(names) > 1 else onnx_file.onnx_bytes(Subject(net, "a"))
 
 
 @pytest.fixture

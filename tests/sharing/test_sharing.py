@@ -256,6 +256,7 @@ def test_a_silent_server_is_left(site):
         ("ftp://example.org/x.safetensors", "is not encrypted"),
         ("file:///etc/passwd", "is not encrypted"),
         ("http://localhost.example.org/x", "is not encrypted"),
+        ("https://me:hush@[example.org/x", "is not an address on the web"),
         ("https://me:hush@example.org/x", "must not contain a password"),
         ("http://127.0.0.1@example.org/x", "must not contain a password"),
     ],
@@ -327,6 +328,9 @@ def test_the_commands(shop, hub, monkeypatch, capsys):
     code, _, err = run("pull", "ours", "--store", "fresh", "--backbone", "shop_net:other")
     assert code == 1
     assert "no store was created" in err
+    assert not Path("fresh").exists()
+    code, _, err = run("pull", "ours", "--store", "fresh", "--backbone", "shop_net:build", "--as", "original")
+    assert (code, "'original' is the backbone's own task" in err) == (1, True)
     assert not Path("fresh").exists()
     code, _, err = run("pull", "ours", "--store", "fresh")
     assert (code, "there is no store at fresh" in err) == (1, True)

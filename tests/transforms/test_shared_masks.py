@@ -27,7 +27,7 @@ from bitgraft.errors import (
     UnknownTaskError,
     WrongBackboneError,
 )
-from bitgraft.export.bundle import bundle_bytes
+from bitgraft.export.onnx_file import bundle_bytes
 from bitgraft.format import archive
 from bitgraft.format.inspect import inspect_file
 from bitgraft.sharing.pulling import fetch, install

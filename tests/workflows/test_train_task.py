@@ -67,8 +67,8 @@ def test_skipped_files_are_listed(place):
     (place / "photos/val/red/0.png").write_bytes(b"")
     opened = open_request(Request("photos", "a", "full", CONFIG, skip_bad=True))
     assert [path.name for path, _ in opened.skipped] == ["0.png"]
-    assert opened.splits.val is not None
-    assert len(opened.splits.val) == 8
+    assert opened.val is not None
+    assert len(opened.val) == 8
 
 
 def test_an_error_from_a_worker_is_one_sentence():

@@ -108,7 +108,10 @@ def _names(given: str | None) -> list[str] | None:
     """Read class names from a file, one per line, or from text, separated by commas."""
     if given is None:
         return None
-    names = Path(given).read_text(encoding="utf-8").splitlines() if Path(given).is_file() else given.split(",")
+    try:
+        names = Path(given).read_text(encoding="utf-8").splitlines() if Path(given).is_file() else given.split(",")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"--classes {given} cannot be read as text: {error}") from error
     return [name.strip() for name in names if name.strip()]
 
 

@@ -56,11 +56,11 @@ def export(
 
 def _exported(net: "Network", names: list[str], form: str, bundled: bool, path: Path, name: str) -> tuple[bytes, str]:
     """Return the file's bytes and instructions for loading it; `name` is the backbone's."""
-    from bitgraft.export import bundle, onnx_file, plain
+    from bitgraft.export import onnx_file, plain
 
     subject = plain.Subject(net, names[0])
     if form == "onnx":
-        data = bundle.bundle_bytes(net, names) if bundled else onnx_file.onnx_bytes(subject)
+        data = onnx_file.bundle_bytes(net, names) if bundled else onnx_file.onnx_bytes(subject)
         feed = "{'images': images, 'task': np.array([0])}" if bundled else "{'images': images}"
         load = f'session = onnxruntime.InferenceSession("{path}")'
         recipe = _recipe("import numpy as np, onnxruntime", load, f'(logits,) = session.run(["logits"], {feed})')

@@ -51,19 +51,19 @@ def read(
 ) -> Iterator[dict[str, T]]:
     """Yield the prepared images in batches, by path. Unreadable ones are added to `errors`."""
 
-    def one(path: str) -> T | DataError:
-        try:
-            return prepare(Path(path))
-        except DataError as error:
-            return error
+    def batch(start: int) -> tuple[dict[str, T], dict[str, str]]:
+        images, unreadable = dict[str, T](), dict[str, str]()
+        for path in files[start : start + size]:
+            try:
+                images[path] = prepare(Path(path))
+            except DataError as error:
+                unreadable[path] = str(error)
+        return images, unreadable
 
-    def batch(start: int) -> dict[str, T | DataError]:
-        return {path: one(path) for path in files[start : start + size]}
-
-    for found in ahead(batch, range(0, len(files), size)):
-        errors |= {path: str(image) for path, image in found.items() if isinstance(image, DataError)}
-        if good := {path: image for path, image in found.items() if not isinstance(image, DataError)}:
-            yield good
+    for images, unreadable in ahead(batch, range(0, len(files), size)):
+        errors |= unreadable
+        if images:
+            yield images
 
 
 def ahead(load: Callable[[int], T], starts: Sequence[int]) -> Iterator[T]:

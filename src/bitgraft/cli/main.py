@@ -17,7 +17,7 @@ from bitgraft.runtime.memory import keep_freed_memory
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # typer has no public name for it
 LINGER = 5.0  # seconds
-MODULES = "train predict identify tasks export compress sharing serve backbone paper"  # in the order of the help
+MODULES = "train predict tasks export compress sharing serve backbone paper"  # in the order of the help
 PLAIN_WORDS = (  # typer's messages, reworded one after the other
     (r"^Invalid value: ", ""),
     (r"^Invalid value for '?([^':]+)'?: ", r"\1: "),

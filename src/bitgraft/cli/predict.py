@@ -1,4 +1,4 @@
-"""`bitgraft predict` and `eval`: classify images with tasks of a store, and measure accuracy."""
+"""`bitgraft predict`, `eval`, `identify` and `describe`: run tasks of a store on images, and find an image's task."""
 
 import sys
 from collections import Counter
@@ -7,12 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import typer
 from typer import Argument, Option
 
 from bitgraft.cli import options as opt
 from bitgraft.cli.app import command, count, flag
 from bitgraft.cli.images import UNKNOWN, ahead, identified, image_files, read
-from bitgraft.cli.output import percent, show, show_images, table
+from bitgraft.cli.output import megabytes, percent, show, show_images, table
 from bitgraft.store import Store
 
 if TYPE_CHECKING:
@@ -129,14 +130,18 @@ def evaluate(
     """
     from bitgraft.data.splits import open_to_evaluate
     from bitgraft.workflows.identification import evaluate_union
+    from bitgraft.workflows.train_task import one_sentence
 
+    if union and (by_class or engine == "onnxruntime"):
+        raise typer.BadParameter("--union takes neither --by-class nor --engine onnxruntime")
     classes = Store(store).summary(task).metadata.classes or ()
     opened = open_to_evaluate(data, split, seed=seed)
     images = opened.labelled(split, classes, f"task {task!r}", "--split {}")
     net = opt.network_with(store, Store(store).names() if union else [task], device)
     about = {"data": data, "task": task, "images": len(images)}
     if union:
-        found = evaluate_union(net, task, images, batch=batch, workers=workers)
+        with one_sentence():
+            found = evaluate_union(net, task, images, batch=batch, workers=workers)
         said = (
             f"{task} on {data}, {len(images):,} images, among {len(net.classes()):,} classes of {found['tasks']} "
             f"tasks: accuracy {percent(found['accuracy'])}, with the task given {percent(found['told_accuracy'])}; "
@@ -184,3 +189,56 @@ def _right(
         for pixels, labels in DataLoader(data, batch_size=batch, num_workers=workers) if workers else read:
             right.update(labels[scores(pixels).argmax(1) == labels].tolist())
     return right
+
+
+@command("""
+  bitgraft identify rose.jpg
+  bitgraft identify photos/ --store my-store --json""")
+def identify(
+    images: opt.ImageFiles,
+    store: opt.StoreFolder = opt.STORE,
+    top: Annotated[int, count("Tasks to list for each image.")] = 3,
+    device: opt.Device = "cpu",
+    as_json: opt.AsJson = False,
+) -> None:
+    """Find the task of a store that an image belongs to, or none.
+
+    Tasks without a description are left out; `bitgraft describe` adds one.
+    """
+    found, errors = identified(images, store, device, classes=1, tasks=top)
+    rows = [
+        (path if i == 0 else "", (one["task"] or UNKNOWN) if i == 0 else "", guess["task"], percent(guess["score"]))
+        for path, one in found.items()
+        for i, guess in enumerate(one["route"])
+    ]
+    data = [{"image": path, "task": one["task"], "route": one["route"]} for path, one in found.items()]
+    show_images(as_json, data, errors, ["image", "task", "likeliest", "score>"], rows)
+
+
+@command("""
+  bitgraft describe flowers photos
+  bitgraft describe gtsrb decathlon-1.0:gtsrb --store my-store""")
+def describe(
+    task: Annotated[str, Argument(metavar="TASK", help="A task in the store.")],
+    data: Annotated[str, Argument(metavar="DATA", help="The data set it was trained on, as for `bitgraft train`.")],
+    store: opt.StoreFolder = opt.STORE,
+    seed: opt.SplitSeed = 0,
+    workers: opt.Workers = 0,
+    as_json: opt.AsJson = False,
+) -> None:
+    """Add a description of a task's images to its file.
+
+    `identify` and `predict` need it to find the task of an image. `train` writes one; use this command for older
+    files. Nothing else in the file changes.
+    """
+    from bitgraft.data.splits import open_data
+    from bitgraft.workflows.identification import describe as describe_task
+    from bitgraft.workflows.train_task import one_sentence
+
+    splits, path = open_data(data, seed=seed), Store(store).file(task)
+    net = opt.network_with(store, [task])
+    with one_sentence():
+        size = describe_task(net, task, splits, workers=workers).nbytes
+    net.save_task(task, path)
+    report = {"task": task, "file": str(path), "description_bytes": size}
+    show(as_json, report, f"added a description of {megabytes(size)} to {path}")

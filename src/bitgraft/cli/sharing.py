@@ -1,15 +1,17 @@
 """`bitgraft push` and `pull`: upload a task to the Hugging Face Hub, and add a task file to a store."""
 
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
 from bitgraft.cli.app import command, flag, setting
-from bitgraft.cli.options import STORE, AsJson, Overwrite, StoreFolder, TaskName, Weights
+from bitgraft.cli.options import STORE, AsJson, Overwrite, Pretrained, StoreFolder, TaskName, Weights
 from bitgraft.cli.output import megabytes, show
-from bitgraft.errors import WrongBackboneError
-from bitgraft.store import Backbone, Store
+from bitgraft.errors import BitgraftError, WrongBackboneError
+from bitgraft.store import RECORD, Backbone, Store
 
 
 @command("""
@@ -49,7 +51,7 @@ def pull(
     max_size: Annotated[int, Option(min=1, metavar="MB", help="Refuse larger files.")] = 2000,
     backbone: Annotated[str | None, setting("NAME", "Create the store, with this backbone.")] = None,
     weights: Weights = None,
-    no_pretrained: Annotated[bool, flag("--no-pretrained", "Random weights for the backbone of a new store.")] = False,
+    pretrained: Pretrained = True,
     as_json: AsJson = False,
 ) -> None:
     """Fetch a task file, check it and add it to the store.
@@ -61,13 +63,13 @@ def pull(
     from bitgraft.sharing.pulling import fetch, install
 
     new = backbone is not None and not Store.exists(store)
-    if not new and (weights or no_pretrained):
+    if not new and (weights or not pretrained):
         raise typer.BadParameter("--weights and --no-pretrained need --backbone and a new store")
     if not new:
         Store(store)  # report a broken store before fetching anything
     fetched = fetch(source, task, sha256=sha256, limit=max_size * 1_000_000)
     if new:
-        chosen = Backbone(backbone or "", weights, not no_pretrained and weights is None)
+        chosen = Backbone(backbone or "", weights, pretrained)
         net = Network(chosen.build())
         if net.fingerprint != fetched.archive.backbone:
             raise WrongBackboneError(
@@ -75,7 +77,14 @@ def pull(
                 f"but {chosen.name} with these weights has {net.fingerprint[:12]}: no store was created"
             )
         Store.create(store, chosen, net)
-    added, size = install(fetched, Store(store), name, overwrite=overwrite), len(fetched.data)
+    try:
+        added, size = install(fetched, Store(store), name, overwrite=overwrite), len(fetched.data)
+    except BitgraftError:
+        if new:  # leave nothing behind
+            Path(store, RECORD).unlink()
+            with suppress(OSError):  # not empty
+                Path(store).rmdir()
+        raise
     data: dict[str, object] = {"task": added, "store": store, "source": fetched.source, "sha256": fetched.sha256}
     data |= {"method": fetched.archive.metadata.method, "bytes": size}
     show(as_json, data, f"added {added} to {store}: {megabytes(size)}, SHA-256 {fetched.sha256}")

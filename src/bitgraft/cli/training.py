@@ -16,6 +16,7 @@ from rich.console import Console
 from bitgraft.cli.options import STORE
 from bitgraft.cli.output import INTERRUPTED, megabytes, percent, show
 from bitgraft.cli.output import console as make_console
+from bitgraft.data.images import Splits
 from bitgraft.errors import BitgraftError, StoppedError, TrainingError
 from bitgraft.format.summary import read_summary
 from bitgraft.methods import registry
@@ -24,7 +25,7 @@ from bitgraft.training import runs
 from bitgraft.training.callbacks import Callback, Plan, TensorBoard
 from bitgraft.training.progress import Progress
 from bitgraft.workflows import train_jointly as jointly
-from bitgraft.workflows.train_task import Request, TrainData, TrainResult, check_free, open_request, open_store, train
+from bitgraft.workflows.train_task import Request, TrainResult, check_free, open_request, open_store, train
 
 MAX_INTERVAL = 100  # most steps between two checks, by several processes, whether one of them is to stop
 
@@ -91,15 +92,15 @@ def _plan(folder: str, backbone: Backbone | None, requests: list[Request], conso
     return store.run_folder(first.task), store.backbone.name, partial(train, store, net, first, data=data)
 
 
-def _open(requests: list[Request], console: Console) -> list[TrainData]:
+def _open(requests: list[Request], console: Console) -> list[Splits]:
     opened = []
     for request in requests:
         data = open_request(request)
         opened.append(data)
-        parts = {"train": data.splits.train, "validate": data.splits.val, "test": data.tested}
+        parts = {"train": data.train, "validate": data.val, "test": data.tested}
         counts = ", ".join(f"{len(images):,} to {part}" for part, images in parts.items() if images)
-        console.print(f"{request.data}: {len(data.splits.classes)} classes, images: {counts}")
-        for warning in data.splits.warnings:
+        console.print(f"{request.data}: {len(data.classes)} classes, images: {counts}")
+        for warning in data.warnings:
             console.print(f"warning: {warning}")
         if request.skip_bad:
             console.print(f"skipped {len(data.skipped)} unreadable files{':' if data.skipped else ''}")

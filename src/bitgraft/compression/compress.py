@@ -151,7 +151,7 @@ def _drawings(net: Network, made: Compression, copy: Task, seed: int) -> Drawing
     """Return drawings in the size of the copy's images, or None with a warning if it gives no scores for them."""
     try:
         drawings = Drawings(Preprocessing.from_dict(copy.metadata.preprocessing), seed)
-        images = torch.stack([drawings[0][0], drawings[1][0]]).to(net.anatomy.device)
+        images = torch.stack([drawings[0][0], drawings[1][0]]).to(net.anatomy.device, net.anatomy.dtype)
         if len(logits(net(images, task=copy.name))) != len(images):
             raise BackboneError("it does not return one row of scores per image")
     except Exception as cause:  # the user's forward can raise anything

@@ -1,6 +1,7 @@
 """Calibration: a task learns the scores of the fine-tuned copy by distillation, without labels."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils.data import Dataset
 
 from bitgraft.backbone.tracing import logits
 from bitgraft.network import Network
-from bitgraft.training.batches import to_device
+from bitgraft.training.batches import call_model, to_device
 from bitgraft.training.callbacks import Callback
 from bitgraft.training.config import ROLES, Config
 from bitgraft.training.learner import Loss
@@ -73,7 +74,8 @@ def teacher_loss(net: Network, teacher: str) -> Loss:
 
     def loss(output: Any, images: Tensor) -> Tensor:
         with torch.no_grad():
-            target = as_logits(logits(net(to_device(images, images.device), task=teacher)))
+            output_of = partial(net, task=teacher)
+            target = as_logits(logits(call_model(output_of, to_device(images, images.device), net.anatomy.dtype)))
         student = as_logits(logits(output))
         return F.mse_loss(student, target) if classes is None else distillation_loss(student, target)
 

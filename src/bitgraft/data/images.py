@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,8 @@ class Splits:
     """Whether a flipped image keeps its class. Digits, letters and signs do not."""
     category_ids: tuple[int, ...] | None = None
     """The devkit's id of each class, for a submission."""
+    skipped: tuple[tuple[Path, str], ...] = field(default=(), repr=False)
+    """Unreadable files that were left out, and the reasons."""
 
     def __post_init__(self) -> None:
         if not len(self.train):
@@ -126,6 +128,11 @@ class Splits:
             )
         numbers = {name: number for number, name in enumerate(classes)}
         return replace(images, labels=tuple(numbers[self.classes[label]] for label in images.labels))
+
+    @property
+    def tested(self) -> Images | None:
+        """The test images if they have labels."""
+        return self.test if self.test and min(self.test.labels) > UNLABELLED else None
 
     @property
     def warnings(self) -> tuple[str, ...]:

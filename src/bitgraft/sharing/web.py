@@ -40,7 +40,7 @@ def download(address: str, target: Path, limit: int, timeout: float = TIMEOUT, d
 
 def check_address(address: str) -> None:
     """Allow https, and http on this machine, without a password."""
-    parts = urlsplit(address)
+    parts = _split(address)
     if parts.username is not None or parts.password is not None:
         raise SharingError(f"{without_secrets(address)}: an address must not contain a password; remove it")
     if parts.scheme != "https" and not (parts.scheme == "http" and _is_local(address)):
@@ -49,12 +49,19 @@ def check_address(address: str) -> None:
 
 def without_secrets(address: str) -> str:
     """Return the address without user, password, query and fragment, for messages."""
-    parts = urlsplit(address)
+    parts = _split(address)
     return SplitResult(parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "").geturl()
 
 
+def _split(address: str) -> SplitResult:
+    try:
+        return urlsplit(address)
+    except ValueError as cause:  # the address may hold a password, so the message does not
+        raise SharingError(f"this is not an address on the web ({cause}): check it") from None
+
+
 def _is_local(address: str) -> bool:
-    host = urlsplit(address).hostname or ""
+    host = _split(address).hostname or ""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -96,7 +96,7 @@ def _test_images(copy: Task, splits: Splits | None) -> tuple[ImageDataset | None
     """Return the images to measure accuracy on with the name of their split, and notes."""
     if splits is None:
         return None, None, []
-    split = "test" if splits.test and min(splits.test.labels) >= 0 else "val"
+    split = "test" if splits.tested else "val"
     if not getattr(splits, split):
         return None, None, ["accuracy was not measured: there are no test or validation images with labels"]
     try:

@@ -114,11 +114,14 @@ def find(net: Network, images: Sequence[Prepared], *, top: int = 5, tasks: int =
 
     {"task": "flowers", "route": [{"task": "flowers", "score": 0.98}, ...], "answers": [{"class": "rose", ...}, ...]}
     """
-    wanted, stacked = preprocessings(net), dict[Preprocessing, Tensor]()
-    for one in dict.fromkeys(wanted.values()):
-        stacked[one] = torch.stack([image[one] for image in images]).to(net.anatomy.device, net.anatomy.dtype)
-    decided = net.identify({name: stacked[one] for name, one in wanted.items()})
+    decided = _decided(net, {one: torch.stack([image[one] for image in images]) for one in images[0]})
     return as_answers(decided, {name: task.classes for name, task in net.tasks.items()}, top=top, tasks=tasks)
+
+
+def _decided(net: Network, batches: Mapping[Preprocessing, Tensor]) -> Identified:
+    """Identify the images of a batch, which is given once for each preprocessing."""
+    cast = {one: pixels.to(net.anatomy.device, net.anatomy.dtype) for one, pixels in batches.items()}
+    return net.identify({name: cast[one] for name, one in preprocessings(net).items()})
 
 
 def as_answers(
@@ -147,15 +150,14 @@ def evaluate_union(net: Network, task: str, images: Images, *, batch: int = 128,
     """
     if net.tasks[task].description is None:
         raise TaskError(f"task {task!r} has no description of its images: add one with `bitgraft describe {task} DATA`")
-    wanted, classes = preprocessings(net), net.classes()
-    parts = {one: ImageDataset(images, one) for one in dict.fromkeys(wanted.values())}
-    first, sums = classes.index((task, str((net.tasks[task].classes or ())[0]))), torch.zeros(4)
-    loaders = [DataLoader(data, batch_size=batch, num_workers=workers) for data in parts.values()]
+    wanted, sums = preprocessings(net), torch.zeros(4)
+    parts = list(dict.fromkeys(wanted.values()))
+    first = [name for name, _ in net.classes()].index(task)
+    loaders = [DataLoader(ImageDataset(images, one), batch_size=batch, num_workers=workers) for one in parts]
     for batches in zip(*loaders, strict=True):
         labels = batches[0][1]
-        stacked = dict(zip(parts, (pixels.to(net.anatomy.device) for pixels, _ in batches), strict=True))
-        decided = net.identify({name: stacked[one] for name, one in wanted.items()})
-        task_scores = torch_scores(net, task, stacked[wanted[task]])
+        pixels = {one: given for one, (given, _) in zip(parts, batches, strict=True)}
+        decided, task_scores = _decided(net, pixels), torch_scores(net, task, pixels[wanted[task]])
         sums += torch.tensor(
             [
                 (union_scores(decided, net.tasks).argmax(1).cpu() == first + labels).sum(),

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
+from bitgraft.data.images import Splits
 from bitgraft.errors import StoreError, TrainingError
 from bitgraft.network import Network
 from bitgraft.store import Backbone, Store
-from bitgraft.training import runs
 from bitgraft.training.callbacks import Callback
-from bitgraft.workflows.train_task import Request, Run, TrainData, TrainResult, check_run, open_request
+from bitgraft.workflows.train_task import Request, Run, TrainResult, check_run, open_request
 
 WEIGHTS = "weights/backbone.safetensors"
 
@@ -44,7 +44,7 @@ def train_jointly(
     backbone: Backbone,
     requests: Sequence[Request],
     *,
-    data: Sequence[TrainData] | None = None,
+    data: Sequence[Splits] | None = None,
     callbacks: Sequence[Callback] = (),
     accelerator: Accelerator | None = None,
     stop: Callable[[], bool] = lambda: False,
@@ -62,11 +62,9 @@ def train_jointly(
         run.finish()
         for request, one in zip(requests, opened, strict=True):
             task, path = net.tasks[request.task], Path(folder) / f"{request.task}.safetensors"
-            results.append(TrainResult(task, path, fitted.history, task.metrics.get("test"), one.skipped))
+            results.append(TrainResult(task, path, fitted.history, one.skipped))
         if accelerator.is_main_process:
             _write(Path(folder), backbone, net, results)
-            runs.done(run.folder)
-        accelerator.wait_for_everyone()
     return results
 
 

@@ -3,13 +3,13 @@
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
-from bitgraft.data.images import Images, Splits
+from bitgraft.data.images import Splits
 from bitgraft.data.preprocessing import Preprocessing
 from bitgraft.data.splits import drop_bad, open_data
 from bitgraft.errors import DataError, TrainingError
@@ -65,30 +65,19 @@ class Request:
 
 
 @dataclass(frozen=True)
-class TrainData:
-    """The data set of a request, and the skipped files with the reasons."""
-
-    splits: Splits
-    skipped: list[tuple[Path, str]]
-
-    @property
-    def tested(self) -> Images | None:
-        """Return the test images if they have labels."""
-        test = self.splits.test
-        return test if test and min(test.labels) >= 0 else None
-
-
-@dataclass(frozen=True)
 class TrainResult:
     task: Task
     path: Path
     history: list[dict[str, Any]]
-    test: dict[str, float] | None
-    skipped: list[tuple[Path, str]]
+    skipped: Sequence[tuple[Path, str]]
     best: dict[str, Any] | None = None
     """The record of the best epoch on validation."""
     best_test: dict[str, float] | None = None
     """The test results of that epoch, if the request has `both`."""
+
+    @property
+    def test(self) -> dict[str, float] | None:
+        return self.task.metrics.get("test")
 
 
 def open_store(folder: str | Path, backbone: Backbone | None) -> tuple[Store, Network]:
@@ -100,12 +89,15 @@ def open_store(folder: str | Path, backbone: Backbone | None) -> tuple[Store, Ne
     return Store.create(folder, backbone, net), net
 
 
-def open_request(request: Request) -> TrainData:
+def open_request(request: Request) -> Splits:
     """Open the data set, without unreadable files if the request has `skip_bad`."""
     splits = open_data(request.data, seed=request.config.seed, root=request.root, val_share=request.val_share)
     if len(splits.classes) == 1:
         raise DataError(f"{request.data} has only one class, {splits.classes[0]!r}: training needs at least two")
-    return TrainData(*drop_bad(splits)) if request.skip_bad else TrainData(splits, [])
+    if not request.skip_bad:
+        return splits
+    splits, skipped = drop_bad(splits)
+    return replace(splits, skipped=tuple(skipped))
 
 
 def check_name_free(store: Store, name: str, overwrite: bool) -> None:
@@ -140,13 +132,13 @@ class Run:
 
     net: Network
     requests: Sequence[Request]
-    opened: Sequence[TrainData]
+    data: Sequence[Splits]
     folder: Path
     accelerator: Accelerator
 
     @contextlib.contextmanager
     def begun(self, **more: Any) -> Iterator[None]:
-        """Lock the run's folder and write its settings, in the main process; the others wait for it."""
+        """Lock the run's folder, write its settings, and at last remove them, in the main process; others wait."""
         first, main = self.requests[0], self.accelerator.is_main_process
         with runs.occupied(self.folder) if main else contextlib.nullcontext():
             if main:
@@ -154,15 +146,18 @@ class Run:
             self.accelerator.wait_for_everyone()
             with one_sentence("; repair or remove it, or pass --skip-bad-images"):
                 yield
+            if main:
+                runs.done(self.folder)
+            self.accelerator.wait_for_everyone()
 
     def fit(self, callbacks: Sequence[Callback], stop: Callable[[], bool]) -> Result:
         """Add and train the tasks."""
         first, main, data = self.requests[0], self.accelerator.is_main_process, {}
-        for request, opened in zip(self.requests, self.opened, strict=True):
-            data[request.task] = opened.splits
+        for request, splits in zip(self.requests, self.data, strict=True):
+            data[request.task] = splits
             self.net.add_task(
                 request.task,
-                classes=opened.splits.classes,
+                classes=splits.classes,
                 method=request.method,
                 seed=request.config.seed,
                 preset=None,
@@ -187,22 +182,21 @@ class Run:
 
     def finish(self) -> None:
         """Freeze the tasks, round them if the requests have `compact`, and measure the results."""
-        for request, data in zip(self.requests, self.opened, strict=True):
+        for request, splits in zip(self.requests, self.data, strict=True):
             task = self.net.tasks[request.task]
             task.freeze()
-            if request.compact and compact(task).is_compact and data.splits.val:
-                measured = measure(self.net, request, data, "val")
+            if request.compact and compact(task).is_compact and splits.val:
+                measured = measure(self.net, request, splits, "val")
                 task.metrics[task.metrics["kept"]] |= {f"val_{metric}": value for metric, value in measured.items()}
-            if data.tested:
-                task.metrics["test"] = measure(self.net, request, data, "test")
+            if splits.tested:
+                task.metrics["test"] = measure(self.net, request, splits, "test")
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings that must not change when the run is resumed."""
         first = self.requests[0]
         method = {"method": first.method, "options": dict(first.options)}
         settings: dict[str, Any] = {"backbone": self.net.fingerprint, **method, **asdict(first.config)}
-        for request, data in zip(self.requests, self.opened, strict=True):
-            splits = data.splits
+        for request, splits in zip(self.requests, self.data, strict=True):
             settings[f"data of {request.task}"] = request.data
             settings[f"classes of {request.task}"] = list(splits.classes)
             counts = [len(part or ()) for part in (splits.train, splits.val, splits.test)]
@@ -210,9 +204,9 @@ class Run:
         return settings
 
 
-def measure(net: Network, request: Request, data: TrainData, split: str) -> dict[str, float]:
+def measure(net: Network, request: Request, splits: Splits, split: str) -> dict[str, float]:
     batch = 4 * request.config.batch
-    return evaluate(net, request.task, data.splits, split=split, batch=batch, workers=request.workers)
+    return evaluate(net, request.task, splits, split=split, batch=batch, workers=request.workers)
 
 
 def train(
@@ -220,7 +214,7 @@ def train(
     net: Network,
     request: Request,
     *,
-    data: TrainData | None = None,
+    data: Splits | None = None,
     callbacks: Sequence[Callback] = (),
     accelerator: Accelerator | None = None,
     stop: Callable[[], bool] = lambda: False,
@@ -254,14 +248,11 @@ def train(
             best_test = measure(net, request, data, "test")
             task.load_state_dict(last)
         run.finish()
-        test = task.metrics.get("test")
         if accelerator.is_main_process:
-            if request.describe and len(data.splits.train) > len(data.splits.classes):
-                describe(net, request.task, data.splits, workers=request.workers)
+            if request.describe and len(data.train) > len(data.classes):
+                describe(net, request.task, data, workers=request.workers)
             net.save_task(request.task, path)
-            runs.done(run.folder)
-        accelerator.wait_for_everyone()
-    return TrainResult(task, path, result.history, test, data.skipped, result.best, best_test or test)
+    return TrainResult(task, path, result.history, data.skipped, result.best, best_test or task.metrics.get("test"))
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from bitgraft.backbone.weight_files import write_weights
+from bitgraft.data.images import Splits
 from bitgraft.errors import BitgraftError, StoppedError, SuiteError
 from bitgraft.methods import registry
 from bitgraft.network import Network
@@ -31,7 +32,7 @@ from bitgraft.store import Backbone
 from bitgraft.training import runs as run_folders
 from bitgraft.training.callbacks import Clock
 from bitgraft.workflows import train_jointly
-from bitgraft.workflows.train_task import Request, TrainData, open_request, open_store, preprocessing_for, train
+from bitgraft.workflows.train_task import Request, open_request, open_store, preprocessing_for, train
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Run:
     def folder(self) -> Path:
         return record.store_folder(self.place.runs, self.cell)
 
-    def open(self, name: str, begun: bool = False) -> tuple[Request, TrainData]:
+    def open(self, name: str, begun: bool = False) -> tuple[Request, Splits]:
         """Open a data set and check it against the suite."""
         row, dataset = self.suite.row(self.cell.row), self.suite.dataset(name)
         request = Request(
@@ -63,12 +64,12 @@ class Run:
             describe=False,
         )
         data = open_request(request)
-        if fault := next(faults(dataset, data.splits), None):
+        if fault := next(faults(dataset, data), None):
             raise SuiteError(f"data set {name}: {fault}")
         return request, data
 
-    def write(self, name: str, data: TrainData, measured: dict[str, Any]) -> None:
-        record.write_record(self.suite, self.cell, self.place.runs, name, data.splits, measured)
+    def write(self, name: str, data: Splits, measured: dict[str, Any]) -> None:
+        record.write_record(self.suite, self.cell, self.place.runs, name, data, measured)
 
 
 def run_cell(suite: Suite, cell: Cell, place: Place, stop: Callable[[], bool] = lambda: False) -> None:
@@ -98,7 +99,7 @@ def evaluate_original(run: Run) -> None:
     (name,) = run.cell.datasets
     net = Network(_backbone_of(run.suite, run.place.runs).build())
     request, data = run.open(name)
-    images = data.tested or (data.splits.val if data.splits.category_ids else data.splits.train)
+    images = data.tested or (data.val if data.category_ids else data.train)
     if not images:
         raise SuiteError(f"data set {name} has no labelled images to evaluate the backbone on")
     labels = predicted(net, net.original, images, preprocessing_for(net, request.config), run.place.workers)
