@@ -1,9 +1,10 @@
 """Write the tables of docs/results/domains.md: `python -m benchmarks.domains RECORDS...`.
 
-RECORDS are run folders of `bitgraft bench` or records.jsonl files of the suites domains, bits and domains-grid. All
-accuracies are those of the best epoch on validation, in per cent. Tables are written between marks:
+RECORDS are run folders of `bitgraft bench` or records.jsonl files of the suites domains, bits, domains-default and
+domains-grid. All accuracies are those of the best epoch on validation, in per cent. Tables are written between marks:
 
 - rows: test accuracy of every method at 1,000 steps, mean over seeds;
+- default: the same at the length that `bitgraft train` chooses;
 - settings: test accuracy of what `domains-grid` tried for each method at 250 steps. The line "left out" takes, for each
   domain, the setting with the best mean validation accuracy on all other domains;
 - ablation: what each setting of `full` is worth.
@@ -149,6 +150,7 @@ def main() -> None:
     page = PAGE.read_text()
     tables = {
         "rows": comparison(whole),
+        "default": comparison((row.title, row) for row in collect(records, ("domains-default",)).values()),
         "settings": settings(grid),
         "ablation": ablation(grid),
     }
