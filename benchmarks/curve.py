@@ -17,10 +17,11 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from benchmarks.tables import read_with_earlier
 from bitgraft.backbone.files import write_atomically
 from bitgraft.format.inspect import inspect_file
 from bitgraft.paper.figures import COLOURS, draw, save
-from bitgraft.paper.report.records import Record, read_records
+from bitgraft.paper.report.records import Record
 from bitgraft.store import Store
 
 POINTS = Path("benchmarks/results/curve.json")
@@ -34,7 +35,7 @@ def read(sources: list[Path], earlier: list[dict[str, Any]]) -> Runs:
     """Read the records; `earlier` are the points of the last figure."""
     known = {(point["backbone"], point["row"]): point["bits"] for point in earlier}
     found: Runs = defaultdict(lambda: defaultdict(dict))
-    for record in (record for source in sources for record in read_records(source)):
+    for record in read_with_earlier(sources):
         row = record.backbone, record.title or record.row
         if "," in row[1]:
             continue

@@ -1,7 +1,8 @@
 """Write the tables of docs/results/domains.md: `python -m benchmarks.domains RECORDS...`.
 
 RECORDS are run folders of `bitgraft bench` or records.jsonl files of the suites domains, bits, domains-default and
-domains-grid. All accuracies are those of the best epoch on validation, in per cent. Tables are written between marks:
+domains-grid. All accuracies are those of the best epoch on validation, in per cent. An asterisk marks rows with runs of
+earlier settings (earlier.jsonl). Tables are written between marks:
 
 - rows: test accuracy of every method at 1,000 steps, mean over seeds;
 - default: the same at the length that `bitgraft train` chooses;
@@ -17,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
-from benchmarks.tables import between_marks
+from benchmarks.tables import EARLIER, between_marks, read_with_earlier
 from bitgraft.backbone.files import write_atomically
 from bitgraft.paper.bench.reading import load_suite
-from bitgraft.paper.report.records import Record, read_records
+from bitgraft.paper.report.records import Record
 
 PAGE = Path("docs/results/domains.md")
 DOMAINS = {dataset.name: dataset.title for dataset in load_suite("domains").datasets}
@@ -42,6 +43,11 @@ class Row:
     title: str
     method: str
     seeds: dict[int, dict[str, Record]]
+
+    @property
+    def name(self) -> str:
+        """The title, with an asterisk if a run had earlier settings."""
+        return self.title + " *" * any(EARLIER in r.where for runs in self.seeds.values() for r in runs.values())
 
     def accuracy(self, domain: str, what: str = "test_accuracy") -> float | None:
         """Mean over the seeds that have this domain."""
@@ -117,7 +123,7 @@ def settings(grid: dict[str, Row]) -> str:
     for method, rows in by_method.items():
         for name, row in sorted(rows.items(), key=lambda pair: pair[1].mean(SCREEN, "val_accuracy") or 0):
             means = [row.mean(part, what) for part in (SCREEN, DOMAINS) for what in ("val_accuracy", "test_accuracy")]
-            title = f"**{row.title}**" if name in PRESET else row.title
+            title = f"**{row.name}**" if name in PRESET else row.name
             lines.append([title, *(shown(row.accuracy(name)) for name in DOMAINS), *map(shown, means)])
         complete = {name: row for name, row in rows.items() if row.mean() is not None}
         if len(complete) > 1:
@@ -143,14 +149,14 @@ def ablation(grid: dict[str, Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path, nargs="+")
-    records = [record for path in parser.parse_args().records for record in read_records(path)]
+    records = read_with_earlier(parser.parse_args().records)
     long, grid = collect(records, ("domains", "bits")), collect(records, (GRID,))
-    whole = [(row.title, row) for row in long.values() if row.mean() is not None and "," not in row.title]
-    whole = [("Linear probe, 250 steps", grid["classifier"]), *sorted(whole, key=lambda pair: pair[1].mean() or 0)]
+    whole = [(row.name, row) for row in long.values() if row.mean() is not None and "," not in row.title]
+    whole = [("Linear probe, 250 steps *", grid["classifier"]), *sorted(whole, key=lambda pair: pair[1].mean() or 0)]
     page = PAGE.read_text()
     tables = {
         "rows": comparison(whole),
-        "default": comparison((row.title, row) for row in collect(records, ("domains-default",)).values()),
+        "default": comparison((row.name, row) for row in collect(records, ("domains-default",)).values()),
         "settings": settings(grid),
         "ablation": ablation(grid),
     }

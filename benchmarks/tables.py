@@ -6,9 +6,14 @@ Tables are between `<!-- bench:rows -->` or `<!-- bench:NAME -->` (NAME is a gro
 import json
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from bitgraft.paper.report.records import Record, read_records
+
+EARLIER = "earlier.jsonl"
+"""In a folder of records: those made with settings that its suite no longer has. `bitgraft bench` would repeat them."""
 PAGE = Path("docs/performance.md")
 RESULTS = Path("benchmarks/results.json")
 
@@ -45,6 +50,12 @@ def between_marks(page: str, mark: str, text: str) -> str:
     begin, end = f"<!-- {mark} -->\n", f"<!-- /{mark.partition(':')[0]} -->"
     pattern = re.escape(begin) + ".*?" + re.escape(end)
     return re.sub(pattern, lambda _: f"{begin}{text}\n{end}", page, flags=re.DOTALL)
+
+
+def read_with_earlier(sources: Iterable[Path]) -> list[Record]:
+    """Read the records of run folders and files, after those of earlier settings beside them."""
+    files = [file for source in sources for file in (source / EARLIER, source) if file.exists()]
+    return [record for file in files for record in read_records(file)]
 
 
 def fill(page: str, results: dict[str, Any]) -> str:

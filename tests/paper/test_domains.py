@@ -25,10 +25,11 @@ def runs(row, val, test, seed=0, suite=domains.GRID, names=NAMES, **other):
     ]
 
 
-def rows(tmp_path, *records, suites=(domains.GRID,)):
-    path = tmp_path / "records.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in records))
-    return domains.collect(domains.read_records(path), suites)
+def rows(tmp_path, *records, suites=(domains.GRID,), earlier=()):
+    for name, held in (("records.jsonl", records), (domains.EARLIER, earlier)):
+        if held:
+            (tmp_path / name).write_text("".join(json.dumps(one) + "\n" for one in held))
+    return domains.collect(domains.read_with_earlier([tmp_path]), suites)
 
 
 def test_the_domain_left_out_does_not_choose(tmp_path):
@@ -54,6 +55,15 @@ def test_means_need_every_domain_and_seeds_are_averaged(tmp_path):
     assert found["full"].spread() == pytest.approx(50**0.5)
     assert "| **65.0** ± 7.1 |" in domains.comparison([("full", found["full"])])
     assert found["lora"].accuracy(NAMES[0]) is None
+
+
+def test_runs_of_earlier_settings_are_marked_until_they_are_repeated(tmp_path):
+    old = runs("full", lambda i: 50, lambda i: 60, method="full")
+    new = runs("full", lambda i: 50, lambda i: 70, method="full")
+    some, all_new = rows(tmp_path, *new[1:], earlier=old), rows(tmp_path, *new, earlier=old)
+    assert some["full"].name.endswith(" *")
+    assert (some["full"].accuracy(NAMES[0]), some["full"].accuracy(NAMES[1])) == (60, 70)
+    assert not all_new["full"].name.endswith("*")
 
 
 def test_the_ablation_compares_domains_that_both_have(tmp_path):
