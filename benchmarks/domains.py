@@ -152,7 +152,10 @@ def main() -> None:
     records = read_with_earlier(parser.parse_args().records)
     long, grid = collect(records, ("domains", "bits")), collect(records, (GRID,))
     whole = [(row.name, row) for row in long.values() if row.mean() is not None and "," not in row.title]
-    whole = [("Linear probe, 250 steps *", grid["classifier"]), *sorted(whole, key=lambda pair: pair[1].mean() or 0)]
+    whole = [
+        (grid["classifier"].name.replace("probe", "probe, 250 steps"), grid["classifier"]),
+        *sorted(whole, key=lambda pair: pair[1].mean() or 0),
+    ]
     page = PAGE.read_text()
     tables = {
         "rows": comparison(whole),
